@@ -1,0 +1,21 @@
+"""specdec: speculative decoding methods over one cache protocol, one loop, one set of rules.
+
+    target, tokenizer, drafters, prompts = specdec.load("tiny")
+    result = specdec.generate(target, prompt, drafters["draft model"], max_new_tokens=128)
+"""
+
+from .accept import Coupled, Greedy, Rejection, Typical
+from .draft import Draft
+from .drafters import DraftModel, PromptLookup
+from .functional import from_functional
+from .generate import Generation, Round, decode, generate
+from .load import Bundle, load
+from .protocol import FINAL, Context, Drafter, Model, Output
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FINAL", "Bundle", "Context", "Coupled", "Draft", "DraftModel", "Drafter", "Generation",
+    "Greedy", "Model", "Output", "PromptLookup", "Rejection", "Round", "Typical", "decode",
+    "from_functional", "generate", "load",
+]

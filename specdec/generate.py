@@ -1,0 +1,331 @@
+"""The loop, one for every method: propose, verify, accept, commit.
+
+    while any row is live:
+        draft   = state.propose(context)
+        output  = target(root + draft)               one pass, the draft as a pending tree
+        verdict = rule.accept(draft, output.logits)
+        cache.commit(root + accepted path)           cut by budget and stop tokens
+
+A row ends at the first accepted stop token, even in the middle of an accepted path, or at its
+budget, exactly where plain decoding ends. Plain decoding is this loop without a drafter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .accept import Greedy, Rule
+from .cache import everything
+from .draft import Draft, validate_draft
+from .metrics import Metrics, measure
+from .protocol import Context, Drafter, Model
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Wall time of a round by part; `prefill` is that of the run, told by its first round only."""
+
+    draft: float
+    verify: float
+    accept: float
+    commit: float
+    other: float
+    prefill: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The round's wall time, without the prefill."""
+        return self.draft + self.verify + self.accept + self.commit + self.other
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round did. Rows that were done before it have `live` False and emit nothing."""
+
+    draft: Draft
+    path: Tensor
+    """[B, N] accepted nodes in order, padded."""
+    n_accepted: Tensor
+    """[B] how many of `path` were kept, after the cuts by budget and stop tokens."""
+    new_tokens: list[Tensor]
+    """One [n] tensor a row: the kept nodes' tokens, then the target's own unless `cut`."""
+    live: Tensor
+    """[B] bool: rows that took part."""
+    cut: Tensor
+    """[B] bool: rows whose verdict was shortened by budget or stop token."""
+    seconds: Seconds
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished run: `sequences` (prompt + new tokens of each row) and the rounds behind them."""
+
+    sequences: list[Tensor]
+    rounds: list[Round]
+    prompt_lengths: list[int] = field(default_factory=list)
+
+    @property
+    def metrics(self) -> Metrics:
+        return measure(self.rounds)
+
+    @property
+    def new_tokens(self) -> list[Tensor]:
+        """The new tokens of each row."""
+        return [s[n:] for s, n in zip(self.sequences, self.prompt_lengths, strict=True)]
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all rounds, without the prefill."""
+        return sum(r.seconds.total for r in self.rounds)
+
+
+def generate(target: Model, prompts: Tensor | Sequence[Tensor], drafter: Drafter | None = None, *,
+             max_new_tokens: int | Sequence[int], rule: Rule | None = None,
+             stop_tokens: Sequence[int] = (), prefill_chunk: int = 512) -> Generation:
+    """Decode to the end; arguments and errors are those of `decode`."""
+    rounds = list(decode(target, prompts, drafter, max_new_tokens=max_new_tokens, rule=rule,
+                         stop_tokens=stop_tokens, prefill_chunk=prefill_chunk))
+    rows = [prompts] if isinstance(prompts, Tensor) else list(prompts)
+    sequences = [torch.cat([prompt.to(target.device), *[r.new_tokens[b] for r in rounds]])
+                 for b, prompt in enumerate(rows)]
+    return Generation(sequences, rounds, [len(prompt) for prompt in rows])
+
+
+def decode(target: Model, prompts: Tensor | Sequence[Tensor], drafter: Drafter | None = None, *,
+           max_new_tokens: int | Sequence[int], rule: Rule | None = None,
+           stop_tokens: Sequence[int] = (), prefill_chunk: int = 512) -> Iterator[Round]:
+    """Decode round by round.
+
+    Args:
+        target: the model whose output this is.
+        prompts: one int64 tensor [T], or a list of them, a ragged batch.
+        drafter: where drafts come from; None decodes plainly.
+        max_new_tokens: budget of every row, or one per row.
+        rule: how tokens are picked and drafts accepted; `Greedy()` by default.
+        stop_tokens: ids that end a row; the stop token itself is emitted.
+        prefill_chunk: prompt tokens a pass.
+
+    Raises:
+        ValueError: for arguments that do not fit, when called and not at the first round.
+        FloatingPointError: when the target's logits hold a NaN.
+        Whatever the drafter raises comes through as it is.
+    """
+    rule = Greedy() if rule is None else rule
+    rows = [prompts] if isinstance(prompts, Tensor) else list(prompts)
+    budgets = _validate(target, rows, max_new_tokens, rule, stop_tokens, prefill_chunk)
+    run = _Run(target, rows, drafter, budgets, rule, frozenset(stop_tokens), prefill_chunk)
+
+    def rounds() -> Iterator[Round]:
+        while any(run.is_live):
+            yield run.step()
+
+    return rounds()
+
+
+def _validate(target: Model, rows: list[Tensor], max_new_tokens: int | Sequence[int], rule: Rule,
+              stop_tokens: Sequence[int], prefill_chunk: int) -> list[int]:
+    if not rows:
+        raise ValueError("prompts: expected at least one, got an empty list")
+    for b, prompt in enumerate(rows):
+        if not isinstance(prompt, Tensor) or prompt.ndim != 1 or prompt.dtype != torch.long:
+            got = (f"{prompt.dtype} of shape {list(prompt.shape)}" if isinstance(prompt, Tensor)
+                   else type(prompt).__name__)
+            raise ValueError(f"prompts[{b}]: expected a 1-D int64 tensor, got {got}")
+        if not len(prompt):
+            raise ValueError(f"prompts[{b}]: expected at least one token, got none")
+        low, high = int(prompt.min()), int(prompt.max())
+        if low < 0 or high >= target.vocab_size:
+            raise ValueError(f"prompts[{b}]: expected ids in [0, {target.vocab_size}), "
+                             f"got {low}..{high}")
+    budgets = ([max_new_tokens] * len(rows) if isinstance(max_new_tokens, int)
+               else list(max_new_tokens))
+    if len(budgets) != len(rows) or min(budgets) < 1:
+        raise ValueError(f"max_new_tokens: expected a number >= 1, or one per prompt "
+                         f"({len(rows)}), got {max_new_tokens}")
+    for b, (prompt, budget) in enumerate(zip(rows, budgets, strict=True)):
+        if len(prompt) + budget > target.max_position_embeddings:
+            raise ValueError(f"prompts[{b}]: {len(prompt)} tokens and max_new_tokens={budget} "
+                             f"exceed the target's max_position_embeddings="
+                             f"{target.max_position_embeddings}")
+    outside = [stop for stop in stop_tokens if not 0 <= stop < target.vocab_size]
+    if outside:
+        raise ValueError(f"stop_tokens: expected ids in [0, {target.vocab_size}), got {outside}")
+    if prefill_chunk < 1:
+        raise ValueError(f"prefill_chunk: expected at least 1, got {prefill_chunk}")
+    rule.check(len(rows))
+    return budgets
+
+
+class _Clock:
+    """Laps of wall time; waits for CUDA before it is read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_cuda = device.type == "cuda"
+        self.last = 0.0
+        self.lap()
+
+    def lap(self) -> float:
+        if self.is_cuda:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        seconds, self.last = now - self.last, now
+        return seconds
+
+
+class _Run:
+    """The state of one decoding: tokens, the target's cache, the drafter's state."""
+
+    def __init__(self, target: Model, rows: list[Tensor], drafter: Drafter | None,
+                 budgets: list[int], rule: Rule, stops: frozenset[int], chunk: int) -> None:
+        self.target, self.rule, self.stops, self.chunk = target, rule, stops, chunk
+        device = target.device
+        self.host_lengths = [len(row) for row in rows]
+        self.left = list(budgets)
+        self.is_live = [True] * len(rows)
+        longest = max(n + left for n, left in zip(self.host_lengths, budgets, strict=True))
+        # one column more than any row needs: where the padding of `new_tokens` goes
+        self.tokens = torch.zeros(len(rows), longest + 1, dtype=torch.long, device=device)
+        for b, row in enumerate(rows):
+            self.tokens[b, : len(row)] = row
+        self.lengths = torch.tensor(self.host_lengths, device=device)
+        self.max_length = longest
+        self.taps = () if drafter is None else tuple(drafter.taps)
+        self.drafter = drafter
+        self.state = None if drafter is None else drafter.begin(target, len(rows), longest)
+        self.cache = target.new_cache(len(rows), longest)
+        self.started = False
+
+    @torch.no_grad()
+    def step(self) -> Round:
+        clock = _Clock(self.target.device)
+        prefill = 0.0
+        if not self.started:
+            self._prefill()
+            prefill = clock.lap()
+        batch = len(self.host_lengths)
+        context = self._context()
+        live = context.live
+        other = clock.lap()
+        if self.state is None:
+            draft = Draft.empty(batch, self.target.device)
+        else:
+            draft = self.state.propose(context)
+        seconds_draft = clock.lap()
+
+        if self.state is not None:
+            validate_draft(draft, batch, self.target.vocab_size)
+            if draft.resume is None:  # drop what the drafter left pending in the target's cache
+                self.cache.commit(draft.tokens[:, :0], torch.zeros_like(self.lengths))
+        root = self.tokens.gather(1, (self.lengths - 1).unsqueeze(1))
+        parents = None
+        if draft.parents is not None:
+            parents = torch.cat([torch.full_like(root, -1), draft.parents + 1], dim=1)
+        other += clock.lap()
+        output = self.target(torch.cat([root, draft.tokens], dim=1), self.cache, parents=parents,
+                             taps=self.taps, resume=draft.resume)
+        seconds_verify = clock.lap()
+
+        assert output.logits is not None
+        if bool(output.logits.isnan().any()):
+            b, i = output.logits.isnan().any(dim=-1).nonzero()[0].tolist()
+            raise FloatingPointError(f"logits: the target returned NaN in row {b}, after the "
+                                     f"{'root' if i == 0 else f'draft node {i - 1}'}")
+        verdict = self.rule.accept(draft, output.logits, self.lengths)
+        emitted, kept, cut = self._cut(draft, verdict.path, verdict.n_accepted, verdict.next_token)
+        seconds_accept = clock.lap()
+
+        n_new = torch.tensor([len(new) for new in emitted], device=root.device)
+        self.cache.commit(torch.cat([torch.zeros_like(root), verdict.path + 1], dim=1), n_new)
+        seconds_commit = clock.lap()
+
+        new_tokens = self._emit(emitted, n_new)
+        nodes = torch.cat([torch.zeros_like(root), verdict.path + 1], dim=1)
+        self.path, self.n_accepted = verdict.path, torch.tensor(kept, device=root.device)
+        self._remember(new_tokens, n_new, {
+            tap: _rows(states, nodes[:, : new_tokens.shape[1]])
+            for tap, states in output.hidden.items()})
+        rows = [new_tokens[b, : len(new)] for b, new in enumerate(emitted)]
+        done = Seconds(seconds_draft, seconds_verify, seconds_accept, seconds_commit,
+                       other + clock.lap(), prefill)
+        return Round(draft, verdict.path, self.n_accepted, rows, live,
+                     torch.tensor(cut, device=root.device), done)
+
+    def _prefill(self) -> None:
+        """Commit every prompt but its last token; keep the pairs (h_t, x_{t+1}) it yields."""
+        self.started = True
+        n_prefill = self.lengths - 1
+        longest = max(self.host_lengths) - 1
+        pieces: dict[int, list[Tensor]] = {tap: [] for tap in self.taps}
+        for start in range(0, longest, self.chunk):
+            piece = self.tokens[:, start : min(start + self.chunk, longest)]
+            output = self.target(piece, self.cache, taps=self.taps, logits=False)
+            path, whole = everything(piece.shape[1], len(piece), piece.device)
+            self.cache.commit(path, torch.minimum((n_prefill - start).clamp(min=0), whole))
+            for tap in self.taps:
+                pieces[tap].append(output.hidden[tap])
+        nothing = self.tokens.new_zeros(len(self.tokens), 0)
+        self.path, self.n_accepted = nothing, torch.zeros_like(self.lengths)
+        empty = torch.zeros(len(self.tokens), 0, self.target.hidden_size, dtype=self.target.dtype,
+                            device=self.target.device)
+        self._remember(self.tokens[:, 1 : longest + 1], n_prefill,
+                       {tap: torch.cat([empty, *states], dim=1) for tap, states in pieces.items()})
+
+    def _remember(self, new_tokens: Tensor, n_new: Tensor, hidden: dict[int, Tensor]) -> None:
+        self.new_tokens, self.n_new, self.hidden = new_tokens, n_new, hidden
+
+    def _context(self) -> Context:
+        # only a live row can use its draft: the budget less the target's own token
+        depth_left = [max(left - 1, 0) if on else 0
+                      for left, on in zip(self.left, self.is_live, strict=True)]
+        device = self.tokens.device
+        return Context(
+            tokens=self.tokens[:, : max(self.host_lengths)], lengths=self.lengths,
+            new_tokens=self.new_tokens, n_new=self.n_new, hidden=self.hidden, path=self.path,
+            n_accepted=self.n_accepted, live=torch.tensor(self.is_live, device=device),
+            depth_left=torch.tensor(depth_left, device=device), max_depth=max(depth_left),
+            cache=self.cache, rule=self.rule)
+
+    def _cut(self, draft: Draft, path: Tensor, n_accepted: Tensor, next_token: Tensor,
+             ) -> tuple[list[list[int]], list[int], list[bool]]:
+        """The tokens each row emits, how many drafts it keeps, and whether it was cut short.
+
+        Reads the verdict on the host, once a round; updates what is live and left.
+        """
+        found = torch.cat([n_accepted.unsqueeze(1), next_token.unsqueeze(1),
+                           draft.tokens.gather(1, path)], dim=1).tolist()
+        emitted, kept, cut = [], [], []
+        for b, (n, bonus, *drafted) in enumerate(found):
+            new = [*drafted[:n], bonus][: self.left[b]] if self.is_live[b] else []
+            stop = next((i for i, token in enumerate(new) if token in self.stops), None)
+            if stop is not None:
+                new = new[: stop + 1]
+            self.left[b] -= len(new)
+            cut.append(self.is_live[b] and len(new) <= n)
+            self.is_live[b] = self.is_live[b] and stop is None and self.left[b] > 0
+            emitted.append(new)
+            kept.append(min(n, len(new)))
+        return emitted, kept, cut
+
+    def _emit(self, emitted: list[list[int]], n_new: Tensor) -> Tensor:
+        """Append the emitted tokens of every row; returns them padded, [B, A]."""
+        longest = max(map(len, emitted))
+        new = torch.tensor([row + [0] * (longest - len(row)) for row in emitted],
+                           device=self.tokens.device)
+        step = torch.arange(longest, device=new.device)
+        last = self.tokens.shape[1] - 1
+        where = torch.where(step < n_new.unsqueeze(1), self.lengths.unsqueeze(1) + step, last)
+        self.tokens.scatter_(1, where, new)
+        self.lengths = self.lengths + n_new
+        self.host_lengths = [n + len(row) for n, row in
+                             zip(self.host_lengths, emitted, strict=True)]
+        return new
+
+
+def _rows(states: Tensor, nodes: Tensor) -> Tensor:
+    """`states` [B, M, D] at `nodes` [B, A] -> [B, A, D]."""
+    return states.gather(1, nodes.unsqueeze(-1).expand(-1, -1, states.shape[-1]))

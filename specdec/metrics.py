@@ -1,0 +1,96 @@
+"""What a run achieved, each quantity named and computed once.
+
+* *tau*: emitted tokens per target pass and row. `tau` pools all rounds, `tau_rows` is the mean over
+  rows of each row's own (the papers' averages differ in just this).
+* *acceptance rate*: accepted / (accepted + rounds in which a tested child was refused). A round cut
+  by budget or stop token is left out: its draft was not judged to the end.
+* *by depth*: `conditional`, given that the parent was accepted and had a child to test, and
+  `marginal`, over all rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .accept import end_of
+
+if TYPE_CHECKING:
+    from .generate import Round
+
+
+@dataclass(frozen=True)
+class DepthAcceptance:
+    """Acceptance of nodes at one depth (a child of the root has depth 1)."""
+
+    depth: int
+    conditional: float
+    marginal: float
+    n_tested: int
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """See the module's first lines. `n_target_passes` counts rounds, `n_row_passes` row-rounds."""
+
+    n_new_tokens: int
+    n_target_passes: int
+    n_row_passes: int
+    tau: float
+    tau_rows: float
+    acceptance_rate: float
+    by_depth: tuple[DepthAcceptance, ...]
+    n_draft_nodes: int
+
+
+def measure(rounds: Sequence[Round]) -> Metrics:
+    """Metrics of the rounds of one run, or of several one after another."""
+    emitted = [[len(new) for new in r.new_tokens] for r in rounds]
+    live = [r.live.tolist() for r in rounds]
+    n_new, n_row_passes = sum(map(sum, emitted)), sum(map(sum, live))
+    accepted, refused, n_judged, tested_at, passed_at = 0, 0, 0, {}, {}
+    for r in rounds:
+        tested = _tested(r).tolist()
+        rows = zip(r.live.tolist(), r.cut.tolist(), r.n_accepted.tolist(), tested, strict=True)
+        for is_live, is_cut, n, end_tested in rows:
+            if not is_live or is_cut:
+                continue
+            n_judged += 1
+            accepted += n
+            refused += end_tested
+            for depth in range(1, n + 1 + end_tested):
+                tested_at[depth] = tested_at.get(depth, 0) + 1
+                passed_at[depth] = passed_at.get(depth, 0) + (depth <= n)
+    return Metrics(
+        n_new_tokens=n_new,
+        n_target_passes=len(rounds),
+        n_row_passes=n_row_passes,
+        tau=n_new / max(1, n_row_passes),
+        tau_rows=_tau_rows(emitted, live),
+        acceptance_rate=accepted / max(1, accepted + refused),
+        by_depth=tuple(DepthAcceptance(d, passed_at[d] / tested_at[d], passed_at[d] / n_judged,
+                                       tested_at[d]) for d in sorted(tested_at)),
+        n_draft_nodes=sum(int((r.draft.mask() & r.live.unsqueeze(1)).sum()) for r in rounds))
+
+
+def _tested(r: Round) -> torch.Tensor:
+    """[B]: 1 where the accepted path ended at a node that had a child to test, else 0."""
+    end = end_of(r.path, r.n_accepted) - 1
+    child = (r.draft.tree() == end.unsqueeze(1)) & r.draft.mask()
+    return child.any(dim=1).long()
+
+
+def _tau_rows(emitted: list[list[int]], live: list[list[bool]]) -> float:
+    tokens: list[int] = []
+    passes: list[int] = []
+    for new, on in zip(emitted, live, strict=True):
+        if len(new) != len(tokens):  # another run begins
+            tokens, passes = tokens + [0] * len(new), passes + [0] * len(new)
+        for b, (n, counts) in enumerate(zip(new, on, strict=True), start=len(tokens) - len(new)):
+            tokens[b] += n
+            passes[b] += counts
+    own = [t / p for t, p in zip(tokens, passes, strict=True) if p]
+    return sum(own) / max(1, len(own))
