@@ -1,0 +1,144 @@
+"""Parts of decoders: RMSNorm, rotary positions, gated MLP, attention over a pending tree."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..cache import KVStore, Moves, View
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (arXiv:1910.07467), x / rms(x) * weight."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.shape, self.eps = (width,), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.shape, self.weight, self.eps)
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202): down(silu(gate(x)) * up(x)), gate and up in one product."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(width, 2 * inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+def rotary_angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Tensor:
+    """Cosines and signed sines of rotary positions (arXiv:2104.09864): [..., 2, 1, head_dim].
+
+    The two halves of a head are rotated against each other. Angles are computed in float64 for a
+    float64 model, else in float32, whatever the model's dtype.
+    """
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    step = torch.arange(0, head_dim, 2, device=positions.device, dtype=exact)
+    angle = positions.to(exact).unsqueeze(-1) * theta ** (-step / head_dim)  # [..., head_dim / 2]
+    cos, sin = angle.cos(), angle.sin()
+    both = torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)], dim=-2)
+    return both.unsqueeze(-2).to(dtype)
+
+
+class RotaryStore:
+    """The angles of every position a cache can hold, looked up instead of computed per pass."""
+
+    def __init__(self, head_dim: int, theta: float, n_slots: int, dtype: torch.dtype,
+                 device: torch.device | str) -> None:
+        self.head_dim, self.theta, self.dtype, self.device = head_dim, theta, dtype, device
+        self.table = torch.empty(0, 2, 1, head_dim, dtype=dtype, device=device)
+        self.reserve(n_slots)
+
+    def reserve(self, n_slots: int) -> None:
+        if n_slots > len(self.table):
+            positions = torch.arange(max(n_slots, len(self.table) * 5 // 4), device=self.device)
+            self.table = rotary_angles(positions, self.head_dim, self.theta, self.dtype)
+
+    def commit(self, moves: Moves | None) -> None:
+        """Positions do not move."""
+
+    def at(self, view: View) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines [B or 1, N, 1, head_dim] of a view's positions."""
+        cos, sin = self.table[view.positions].unbind(2)
+        return cos, sin
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate heads x [B, N, H, head_dim] by cosines and signed sines [B or 1, N, 1, head_dim]."""
+    cos, sin = rotary
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (arXiv:2305.13245) with optional q/k norm (Qwen3)."""
+
+    def __init__(self, width: int, n_heads: int, n_kv_heads: int, head_dim: int, *,
+                 qk_norm: bool, eps: float) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, head_dim
+        self.qkv = nn.Linear(width, (n_heads + 2 * n_kv_heads) * head_dim, bias=False)
+        self.out = nn.Linear(n_heads * head_dim, width, bias=False)
+        self.q_norm = RMSNorm(head_dim, eps) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, eps) if qk_norm else None
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], store: KVStore | None = None,
+                layer: int = 0, view: View | None = None) -> Tensor:
+        """x [B, N, D] -> [B, N, D]; without a store a plain causal pass."""
+        batch, n, _ = x.shape
+        n_q, n_k = self.n_heads, self.n_kv_heads
+        qkv = self.qkv(x).view(batch, n, n_q + 2 * n_k, self.head_dim)
+        if self.q_norm is None or self.k_norm is None:
+            q, k = rotate(qkv[:, :, : n_q + n_k], rotary).split([n_q, n_k], dim=2)
+        else:
+            q = rotate(self.q_norm(qkv[:, :, :n_q]), rotary)
+            k = rotate(self.k_norm(qkv[:, :, n_q : n_q + n_k]), rotary)
+        v = qkv[:, :, n_q + n_k :]
+        if store is None or view is None:
+            mixed = F.scaled_dot_product_attention(
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+                is_causal=True, enable_gqa=n_q != n_k)
+            return self.out(mixed.transpose(1, 2).reshape(batch, n, -1))
+        keys, values = store.write(layer, view, k, v)
+        return self.out(grouped_attention(q, keys, values, view.mask))
+
+
+def grouped_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of q [B, N, H, d] over keys and values [B, H_kv, S, d]; returns [B, N, H * d].
+
+    The query heads of a group become further queries of their key head, so that no key is copied.
+    """
+    batch, n, n_heads, dim = q.shape
+    group = n_heads // keys.shape[1]
+    if group > 1:
+        q = q.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, H_kv, G*N, d]
+        mask = mask if mask is None or group == 1 else mask.repeat(1, 1, group, 1)
+        mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        mixed = mixed.unflatten(2, (group, n)).permute(0, 3, 1, 2, 4)  # [B, N, H_kv, G, d]
+    else:
+        mixed = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask)
+        mixed = mixed.transpose(1, 2)
+    return mixed.reshape(batch, n, n_heads * dim)
+
+
+class Block(nn.Module):
+    """Pre-norm decoder block: attention, then the gated MLP, both residual."""
+
+    def __init__(self, width: int, inner: int, attention: Attention, eps: float) -> None:
+        super().__init__()
+        self.norm_attention = RMSNorm(width, eps)
+        self.attention = attention
+        self.norm_mlp = RMSNorm(width, eps)
+        self.mlp = GatedMLP(width, inner)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], store: KVStore | None = None,
+                layer: int = 0, view: View | None = None) -> Tensor:
+        x = x + self.attention(self.norm_attention(x), rotary, store, layer, view)
+        return x + self.mlp(self.norm_mlp(x))
