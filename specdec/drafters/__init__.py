@@ -1,0 +1,6 @@
+"""One file a method: where its drafts come from, how it is trained, how it drafts."""
+
+from .draft_model import DraftModel
+from .prompt_lookup import PromptLookup
+
+__all__ = ["DraftModel", "PromptLookup"]
