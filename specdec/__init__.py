@@ -1,7 +1,7 @@
 """specdec: speculative decoding methods over one cache protocol, one loop, one set of rules.
 
-    target, tokenizer, drafters, prompts = specdec.load("tiny")
-    result = specdec.generate(target, prompt, drafters["draft model"], max_new_tokens=128)
+target, tokenizer, drafters, prompts = specdec.load("tiny")
+result = specdec.generate(target, prompt, drafters["draft model"], max_new_tokens=128)
 """
 
 from .accept import Coupled, Greedy, Rejection, Typical
@@ -15,7 +15,23 @@ from .protocol import FINAL, Context, Drafter, Model, Output
 __version__ = "0.1.0"
 
 __all__ = [
-    "FINAL", "Bundle", "Context", "Coupled", "Draft", "DraftModel", "Drafter", "Generation",
-    "Greedy", "Model", "Output", "PromptLookup", "Rejection", "Round", "Typical", "decode",
-    "from_functional", "generate", "load",
+    "FINAL",
+    "Bundle",
+    "Context",
+    "Coupled",
+    "Draft",
+    "DraftModel",
+    "Drafter",
+    "Generation",
+    "Greedy",
+    "Model",
+    "Output",
+    "PromptLookup",
+    "Rejection",
+    "Round",
+    "Typical",
+    "decode",
+    "from_functional",
+    "generate",
+    "load",
 ]

@@ -52,8 +52,9 @@ class Rule(Protocol):
         """Judge a draft: `logits` [B, 1 + N, V] at root and nodes, `lengths` [B] at round start."""
         ...
 
-    def pick(self, logits: Tensor, lengths: Tensor, depth: int,
-             k: int = 1) -> tuple[Tensor, Tensor | None]:
+    def pick(
+        self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1
+    ) -> tuple[Tensor, Tensor | None]:
         """Pick `k` children for each of M nodes at `depth` (the root has 0).
 
         `logits` [B, M, V] are the drafter's. Returns tokens [B, M, k] and, where they are drawn,
@@ -68,9 +69,10 @@ def follow(draft: Draft, passing: Tensor, score: Tensor | None = None) -> tuple[
 
     `passing` [B, N] bool. Among nodes of one depth the highest `score` [B, N] wins, then the first.
     """
-    passing = passing & draft.mask()
+    if draft.used is not None:
+        passing = passing & draft.used
     if draft.parents is None:
-        n = passing.long().cumprod(dim=1).sum(dim=1)
+        n = passing.cumprod(dim=1).sum(dim=1)  # int64 of bool
         return torch.arange(draft.n_nodes, device=n.device).expand_as(passing), n
     reached = reachable(draft.parents, passing)
     rank = torch.where(reached, depths(draft.parents), 0)
@@ -104,8 +106,11 @@ def take(values: Tensor, index: Tensor) -> Tensor:
 
 def _accept_predictions(draft: Draft, predictions: Tensor) -> Verdict:
     """Accept the nodes that hold what was predicted [B, 1 + N] after their parent."""
+    if not draft.n_nodes:
+        return Verdict(draft.tokens, torch.zeros_like(predictions[:, 0]), predictions[:, 0])
     path, n = follow(draft, draft.tokens == at_parents(predictions, draft))
-    return Verdict(path, n, take(predictions, end_of(path, n)))
+    end = n if draft.parents is None else end_of(path, n)
+    return Verdict(path, n, predictions.gather(1, end.unsqueeze(1)).squeeze(1))
 
 
 @dataclass(frozen=True)
@@ -127,8 +132,9 @@ class Greedy:
     def accept(self, draft: Draft, logits: Tensor, lengths: Tensor) -> Verdict:
         return _accept_predictions(draft, logits.argmax(dim=-1))
 
-    def pick(self, logits: Tensor, lengths: Tensor, depth: int,
-             k: int = 1) -> tuple[Tensor, Tensor | None]:
+    def pick(
+        self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1
+    ) -> tuple[Tensor, Tensor | None]:
         return _top(logits, k), None
 
 
@@ -136,8 +142,9 @@ def _top(scores: Tensor, k: int) -> Tensor:
     return scores.argmax(dim=-1, keepdim=True) if k == 1 else scores.topk(k, dim=-1).indices
 
 
-def log_law(logits: Tensor, temperature: float, top_k: int | None, top_p: float,
-            min_p: float) -> Tensor:
+def log_law(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float, min_p: float
+) -> Tensor:
     """Log-probabilities after temperature, then top-k, then nucleus, then min-p truncation.
 
     In float32 or better. Tokens tied with the k-th are kept; the nucleus (arXiv:1904.09751) is the
@@ -163,8 +170,9 @@ def log_law(logits: Tensor, temperature: float, top_k: int | None, top_p: float,
 
 def _check_sampling(temperature: float, top_k: int | None, top_p: float, min_p: float) -> None:
     if not 0.0 < temperature < float("inf"):
-        raise ValueError(f"temperature: expected a positive number (Greedy() is the limit 0), "
-                         f"got {temperature}")
+        raise ValueError(
+            f"temperature: expected a positive number (Greedy() is the limit 0), got {temperature}"
+        )
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k: expected at least 1 or None, got {top_k}")
     if not 0.0 < top_p <= 1.0:
@@ -234,8 +242,9 @@ class Coupled:
             noise = noise.gather(1, depth.unsqueeze(-1).expand(-1, -1, noise.shape[-1]))
         return _accept_predictions(draft, (scores + noise).argmax(dim=-1))
 
-    def pick(self, logits: Tensor, lengths: Tensor, depth: int,
-             k: int = 1) -> tuple[Tensor, Tensor | None]:
+    def pick(
+        self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1
+    ) -> tuple[Tensor, Tensor | None]:
         scores = self.log_probs(logits)
         return _top(scores + self._noise(scores, lengths, depth, 1), k), None
 
@@ -327,7 +336,9 @@ class Rejection:
         row = key(_seeds(self.seed, lengths), lengths)
         node = torch.arange(draft.n_nodes, device=lengths.device)
         passing = uniform(key(row.unsqueeze(1), _ACCEPT, node)) < accept
-        if draft.parents is not None:  # the first sibling that passes is taken, the rest are untried
+        if (
+            draft.parents is not None
+        ):  # the first sibling that passes is taken, the rest are untried
             before = earlier_siblings(draft.parents) & passing.unsqueeze(1)
             passing = passing & ~before.any(dim=-1)
         path, n = follow(draft, passing)
@@ -335,13 +346,15 @@ class Rejection:
         next_token = (scores + gumbel(key(row, _NEXT), scores.shape[-1])).argmax(dim=-1)
         return Verdict(path, n, next_token)
 
-    def pick(self, logits: Tensor, lengths: Tensor, depth: int,
-             k: int = 1) -> tuple[Tensor, Tensor | None]:
+    def pick(
+        self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1
+    ) -> tuple[Tensor, Tensor | None]:
         """Draw children without replacement: the k largest of log q + Gumbel noise, in order."""
         log_q = self.log_probs(logits)
         node = torch.arange(logits.shape[1], device=logits.device)
-        keys = key(_seeds(self.seed, lengths).unsqueeze(1), lengths.unsqueeze(1), _DRAFT, depth,
-                   node)
+        keys = key(
+            _seeds(self.seed, lengths).unsqueeze(1), lengths.unsqueeze(1), _DRAFT, depth, node
+        )
         tokens = _top(log_q + gumbel(keys, log_q.shape[-1]).to(log_q.dtype), k)
         return tokens, without_replacement(log_q.exp(), tokens)
 
@@ -406,8 +419,9 @@ class Typical:
         noise = gumbel(key(_seeds(self.seed, lengths), lengths, _NEXT), scores.shape[-1])
         return Verdict(path, n, (scores + noise).argmax(dim=-1))
 
-    def pick(self, logits: Tensor, lengths: Tensor, depth: int,
-             k: int = 1) -> tuple[Tensor, Tensor | None]:
+    def pick(
+        self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1
+    ) -> tuple[Tensor, Tensor | None]:
         return _top(logits, k), None
 
 

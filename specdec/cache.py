@@ -33,7 +33,7 @@ class View:
     positions: Tensor
     """[B or 1, N] int64."""
     mask: Tensor | None
-    """[B or 1, 1, N, n_slots], 0 where a query sees a slot and -inf elsewhere; None: it sees all."""
+    """[B or 1, 1, N, n_slots], 0 where a query sees a slot, else -inf; None: it sees all."""
     slots: Tensor | None
     """[B, N] where the entries go; None: the same contiguous slots in every row, the last N."""
 
@@ -65,11 +65,22 @@ class KVStore:
     A cache is for inference: what it holds carries no gradient.
     """
 
-    def __init__(self, n_layers: int, batch_size: int, n_heads: int, head_dim: int, n_slots: int,
-                 dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        n_layers: int,
+        batch_size: int,
+        n_heads: int,
+        head_dim: int,
+        n_slots: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
         # zeros, not empty: a masked slot has weight 0, and 0 * NaN is NaN
-        self._use(torch.zeros(n_layers, 2, batch_size, n_heads, n_slots, head_dim,
-                              dtype=dtype, device=device))
+        self._use(
+            torch.zeros(
+                n_layers, 2, batch_size, n_heads, n_slots, head_dim, dtype=dtype, device=device
+            )
+        )
 
     def _use(self, buffer: Tensor) -> None:
         self.buffer = buffer
@@ -80,11 +91,20 @@ class KVStore:
         have = self.buffer.shape[4]
         if n_slots > have:
             room = max(n_slots, have + have // 4) - have
-            self._use(torch.cat([self.buffer, torch.zeros_like(self.buffer[:, :, :, :, :1]).expand(
-                -1, -1, -1, -1, room, -1)], dim=4))
+            self._use(
+                torch.cat(
+                    [
+                        self.buffer,
+                        torch.zeros_like(self.buffer[:, :, :, :, :1]).expand(
+                            -1, -1, -1, -1, room, -1
+                        ),
+                    ],
+                    dim=4,
+                )
+            )
 
     def write(self, layer: int, view: View, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store `keys` and `values` [B, N, H_kv, d]; return all in play, each [B, H_kv, slots, d]."""
+        """Store `keys` and `values` [B, N, H_kv, d]; return all, each [B, H_kv, slots, d]."""
         keys, values = keys.detach(), values.detach()
         all_keys, all_values = self.keys[layer], self.values[layer]
         if view.slots is None:
@@ -106,8 +126,14 @@ class KVStore:
 class TreeCache:
     """Committed prefix plus pending tree of `batch_size` rows; see the module's first lines."""
 
-    def __init__(self, batch_size: int, stores: Sequence[Store], n_layers: int,
-                 dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        batch_size: int,
+        stores: Sequence[Store],
+        n_layers: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
         self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.stores = tuple(stores)
         self.dtype = dtype
@@ -157,7 +183,7 @@ class TreeCache:
 
     def _chain_mask(self, n: int, n_slots: int) -> Tensor:
         mask = torch.zeros(n, n_slots, dtype=self.dtype, device=self.lengths.device)
-        mask[:, n_slots - n:] = torch.full_like(mask[:, :n], -torch.inf).triu(1)
+        mask[:, n_slots - n :] = torch.full_like(mask[:, :n], -torch.inf).triu(1)
         return mask[None, None]
 
     def _tree_mask(self, table: Tensor, n_slots: int) -> Tensor:
@@ -174,14 +200,20 @@ class TreeCache:
         counts = n.tolist()
         longest = max(counts, default=0)
         if path.ndim != 2 or len(counts) != len(self._lengths) or len(path) != len(counts):
-            raise ValueError(f"path, n: expected [{len(self._lengths)}, P] and "
-                             f"[{len(self._lengths)}], got {list(path.shape)} and {list(n.shape)}")
+            raise ValueError(
+                f"path, n: expected [{len(self._lengths)}, P] and "
+                f"[{len(self._lengths)}], got {list(path.shape)} and {list(n.shape)}"
+            )
         if min(counts) < 0 or longest > min(path.shape[1], self.n_pending):
-            raise ValueError(f"n: expected 0..{min(path.shape[1], self.n_pending)} (nodes on the "
-                             f"path that are pending), got {counts}")
+            raise ValueError(
+                f"n: expected 0..{min(path.shape[1], self.n_pending)} (nodes on the "
+                f"path that are pending), got {counts}"
+            )
         if longest and self.depth_done < self.n_layers:
-            raise ValueError(f"commit: the pending nodes have been through {self.depth_done} of "
-                             f"{self.n_layers} blocks; resume them first, or drop them (n = 0)")
+            raise ValueError(
+                f"commit: the pending nodes have been through {self.depth_done} of "
+                f"{self.n_layers} blocks; resume them first, or drop them (n = 0)"
+            )
         moves = None
         if longest and self._parents is not None:
             path = path[:, :longest]
@@ -201,5 +233,7 @@ class TreeCache:
 
 def everything(n: int, batch_size: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
     """The path and count that commit a whole pending chain of `n` nodes in every row."""
-    return (torch.arange(n, device=device).expand(batch_size, n),
-            torch.full((batch_size,), n, device=device))
+    return (
+        torch.arange(n, device=device).expand(batch_size, n),
+        torch.full((batch_size,), n, device=device),
+    )

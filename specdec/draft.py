@@ -58,7 +58,7 @@ def chain_parents(n: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def ancestors(parents: Tensor) -> Tensor:
-    """Ancestor table [B, N, N] bool of `parents` [B, N]: True at [b, i, j] where j is i or above it.
+    """Ancestor table [B, N, N] of `parents` [B, N]: True at [b, i, j] where j is i or above it.
 
     By pointer doubling: log2(N) gathers instead of one step a node.
     """
@@ -106,8 +106,13 @@ def path_to(parents: Tensor, node: Tensor) -> tuple[Tensor, Tensor]:
     Returns `path` [B, N], the nodes in order and zeros behind them, and its length `n` [B].
     """
     n_nodes = parents.shape[1]
-    table = torch.cat([torch.zeros_like(parents[:, None], dtype=torch.bool).expand(-1, 1, n_nodes),
-                       ancestors(parents)], dim=1)
+    table = torch.cat(
+        [
+            torch.zeros_like(parents[:, None], dtype=torch.bool).expand(-1, 1, n_nodes),
+            ancestors(parents),
+        ],
+        dim=1,
+    )
     on_path = table.gather(1, (node + 1)[:, None, None].expand(-1, 1, n_nodes)).squeeze(1)
     return gather_path(on_path)
 
@@ -125,18 +130,22 @@ def validate_draft(draft: Draft, batch_size: int, vocab_size: int) -> None:
     """Raise a ValueError that names what is wrong with a draft, before anything has changed."""
     tokens, n = draft.tokens, draft.n_nodes if draft.tokens.ndim == 2 else -1
     if tokens.ndim != 2 or len(tokens) != batch_size or tokens.dtype != torch.long:
-        raise ValueError(f"draft.tokens: expected int64 of shape [{batch_size}, N], "
-                         f"got {tokens.dtype} of shape {list(tokens.shape)}")
+        raise ValueError(
+            f"draft.tokens: expected int64 of shape [{batch_size}, N], "
+            f"got {tokens.dtype} of shape {list(tokens.shape)}"
+        )
     if n == 0:
         return
-    low, high = torch.aminmax(tokens)
+    low, high = (int(bound) for bound in torch.aminmax(tokens))
     if low < 0 or high >= vocab_size:
-        raise ValueError(f"draft.tokens: expected ids in [0, {vocab_size}), "
-                         f"got {int(low)}..{int(high)}")
-    if draft.used is not None and (draft.used.shape != tokens.shape
-                                   or draft.used.dtype != torch.bool):
-        raise ValueError(f"draft.used: expected bool of shape {list(tokens.shape)}, "
-                         f"got {draft.used.dtype} of shape {list(draft.used.shape)}")
+        raise ValueError(f"draft.tokens: expected ids in [0, {vocab_size}), got {low}..{high}")
+    if draft.used is not None and (
+        draft.used.shape != tokens.shape or draft.used.dtype != torch.bool
+    ):
+        raise ValueError(
+            f"draft.used: expected bool of shape {list(tokens.shape)}, "
+            f"got {draft.used.dtype} of shape {list(draft.used.shape)}"
+        )
     if draft.parents is not None:
         _validate_parents(draft)
     elif draft.used is not None and not bool((draft.used[:, 1:] <= draft.used[:, :-1]).all()):
@@ -149,38 +158,50 @@ def _validate_parents(draft: Draft) -> None:
     parents, tokens = draft.parents, draft.tokens
     assert parents is not None
     if parents.shape != tokens.shape or parents.dtype != torch.long:
-        raise ValueError(f"draft.parents: expected int64 of shape {list(tokens.shape)}, "
-                         f"got {parents.dtype} of shape {list(parents.shape)}")
+        raise ValueError(
+            f"draft.parents: expected int64 of shape {list(tokens.shape)}, "
+            f"got {parents.dtype} of shape {list(parents.shape)}"
+        )
     index = torch.arange(draft.n_nodes, device=parents.device)
     wrong = (parents < -1) | (parents >= index)
     if wrong.any():
         b, i = wrong.nonzero()[0].tolist()
-        raise ValueError(f"draft.parents: node {i} of row {b} has parent {int(parents[b, i])}; "
-                         f"expected -1 (the root) or an earlier node, at most {i - 1}")
+        raise ValueError(
+            f"draft.parents: node {i} of row {b} has parent {int(parents[b, i])}; "
+            f"expected -1 (the root) or an earlier node, at most {i - 1}"
+        )
     if draft.used is not None:
         above = draft.used.gather(1, parents.clamp(min=0)) | (parents < 0)
         if (draft.used & ~above).any():
             b, i = (draft.used & ~above).nonzero()[0].tolist()
-            raise ValueError(f"draft.used: node {i} of row {b} is used below the unused node "
-                             f"{int(parents[b, i])}")
+            raise ValueError(
+                f"draft.used: node {i} of row {b} is used below the unused node "
+                f"{int(parents[b, i])}"
+            )
 
 
 def _validate_probs(draft: Draft, vocab_size: int) -> None:
     probs, tokens = draft.probs, draft.tokens
     assert probs is not None
     if probs.shape != (*tokens.shape, vocab_size) or not probs.is_floating_point():
-        raise ValueError(f"draft.probs: expected floats of shape {[*tokens.shape, vocab_size]}, "
-                         f"got {probs.dtype} of shape {list(probs.shape)}")
+        raise ValueError(
+            f"draft.probs: expected floats of shape {[*tokens.shape, vocab_size]}, "
+            f"got {probs.dtype} of shape {list(probs.shape)}"
+        )
     total = probs.sum(-1)
     used = draft.mask()
     low = probs.amin(-1)  # NaN propagates
     wrong = used & ~((low >= 0) & ((total - 1).abs() <= 1e-3))
     if wrong.any():
         b, i = wrong.nonzero()[0].tolist()
-        raise ValueError(f"draft.probs: node {i} of row {b} has minimum {float(low[b, i]):.4g} and "
-                         f"sum {float(total[b, i]):.6g}; expected a distribution (>= 0, sum 1)")
+        raise ValueError(
+            f"draft.probs: node {i} of row {b} has minimum {float(low[b, i]):.4g} and "
+            f"sum {float(total[b, i]):.6g}; expected a distribution (>= 0, sum 1)"
+        )
     drawn = probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     if (used & (drawn <= 0)).any():
         b, i = (used & (drawn <= 0)).nonzero()[0].tolist()
-        raise ValueError(f"draft.probs: node {i} of row {b} holds token {int(tokens[b, i])}, which "
-                         "its own q gives probability 0; expected the q the token was drawn from")
+        raise ValueError(
+            f"draft.probs: node {i} of row {b} holds token {int(tokens[b, i])}, which "
+            "its own q gives probability 0; expected the q the token was drawn from"
+        )

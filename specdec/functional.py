@@ -40,8 +40,14 @@ class RowCaches:
 class FunctionalModel:
     """See `from_functional`."""
 
-    def __init__(self, fn: PlainModel, vocab_size: int, max_position_embeddings: int,
-                 dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        fn: PlainModel,
+        vocab_size: int,
+        max_position_embeddings: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.fn, self.vocab_size = fn, vocab_size
         self.max_position_embeddings = max_position_embeddings
         self.dtype, self.device = dtype, device
@@ -50,16 +56,27 @@ class FunctionalModel:
     def new_cache(self, batch_size: int, max_length: int) -> RowCaches:
         return RowCaches(batch_size, self.device)
 
-    def __call__(self, tokens: Tensor, cache: Cache | None = None, *,
-                 parents: Tensor | None = None, taps: Sequence[int] = (),
-                 exit_layer: int | None = None, resume: tuple[int, Tensor] | None = None,
-                 logits: bool = True) -> Output:
+    def __call__(
+        self,
+        tokens: Tensor,
+        cache: Cache | None = None,
+        *,
+        parents: Tensor | None = None,
+        taps: Sequence[int] = (),
+        exit_layer: int | None = None,
+        resume: tuple[int, Tensor] | None = None,
+        logits: bool = True,
+    ) -> Output:
         if parents is not None:
-            raise ValueError("parents: a model made by from_functional takes chains only "
-                             "(parents=None); for trees use specdec.models.Transformer")
+            raise ValueError(
+                "parents: a model made by from_functional takes chains only "
+                "(parents=None); for trees use specdec.models.Transformer"
+            )
         if taps or exit_layer is not None or resume is not None:
-            raise ValueError("taps, exit_layer, resume: a model made by from_functional returns "
-                             "logits only; use a drafter that reads no hidden states")
+            raise ValueError(
+                "taps, exit_layer, resume: a model made by from_functional returns "
+                "logits only; use a drafter that reads no hidden states"
+            )
         if cache is None:
             return Output(self.fn(tokens, None)[0])
         assert isinstance(cache, RowCaches)
@@ -76,9 +93,14 @@ class FunctionalModel:
     embedding = norm = head = _no_parts
 
 
-def from_functional(fn: PlainModel, *, vocab_size: int, max_position_embeddings: int,
-                    dtype: torch.dtype = torch.float32,
-                    device: torch.device | str = "cpu") -> FunctionalModel:
+def from_functional(
+    fn: PlainModel,
+    *,
+    vocab_size: int,
+    max_position_embeddings: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> FunctionalModel:
     """Make a `Model` of a function (tokens, kv_cache) -> (logits, kv_cache), for chains.
 
     `tokens` [1, N] int64; `kv_cache` None at first, then what the function returned: a list with a
@@ -88,8 +110,10 @@ def from_functional(fn: PlainModel, *, vocab_size: int, max_position_embeddings:
         ValueError: for a `vocab_size` or `max_position_embeddings` below 1; at a call that asks
             for a tree or for hidden states.
     """
-    for name, value in (("vocab_size", vocab_size),
-                        ("max_position_embeddings", max_position_embeddings)):
+    for name, value in (
+        ("vocab_size", vocab_size),
+        ("max_position_embeddings", max_position_embeddings),
+    ):
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
     return FunctionalModel(fn, vocab_size, max_position_embeddings, dtype, torch.device(device))

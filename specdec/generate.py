@@ -12,6 +12,7 @@ budget, exactly where plain decoding ends. Plain decoding is this loop without a
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -84,21 +85,46 @@ class Generation:
         return sum(r.seconds.total for r in self.rounds)
 
 
-def generate(target: Model, prompts: Tensor | Sequence[Tensor], drafter: Drafter | None = None, *,
-             max_new_tokens: int | Sequence[int], rule: Rule | None = None,
-             stop_tokens: Sequence[int] = (), prefill_chunk: int = 512) -> Generation:
+def generate(
+    target: Model,
+    prompts: Tensor | Sequence[Tensor],
+    drafter: Drafter | None = None,
+    *,
+    max_new_tokens: int | Sequence[int],
+    rule: Rule | None = None,
+    stop_tokens: Sequence[int] = (),
+    prefill_chunk: int = 512,
+) -> Generation:
     """Decode to the end; arguments and errors are those of `decode`."""
-    rounds = list(decode(target, prompts, drafter, max_new_tokens=max_new_tokens, rule=rule,
-                         stop_tokens=stop_tokens, prefill_chunk=prefill_chunk))
+    rounds = list(
+        decode(
+            target,
+            prompts,
+            drafter,
+            max_new_tokens=max_new_tokens,
+            rule=rule,
+            stop_tokens=stop_tokens,
+            prefill_chunk=prefill_chunk,
+        )
+    )
     rows = [prompts] if isinstance(prompts, Tensor) else list(prompts)
-    sequences = [torch.cat([prompt.to(target.device), *[r.new_tokens[b] for r in rounds]])
-                 for b, prompt in enumerate(rows)]
+    sequences = [
+        torch.cat([prompt.to(target.device), *[r.new_tokens[b] for r in rounds]])
+        for b, prompt in enumerate(rows)
+    ]
     return Generation(sequences, rounds, [len(prompt) for prompt in rows])
 
 
-def decode(target: Model, prompts: Tensor | Sequence[Tensor], drafter: Drafter | None = None, *,
-           max_new_tokens: int | Sequence[int], rule: Rule | None = None,
-           stop_tokens: Sequence[int] = (), prefill_chunk: int = 512) -> Iterator[Round]:
+def decode(
+    target: Model,
+    prompts: Tensor | Sequence[Tensor],
+    drafter: Drafter | None = None,
+    *,
+    max_new_tokens: int | Sequence[int],
+    rule: Rule | None = None,
+    stop_tokens: Sequence[int] = (),
+    prefill_chunk: int = 512,
+) -> Iterator[Round]:
     """Decode round by round.
 
     Args:
@@ -127,31 +153,46 @@ def decode(target: Model, prompts: Tensor | Sequence[Tensor], drafter: Drafter |
     return rounds()
 
 
-def _validate(target: Model, rows: list[Tensor], max_new_tokens: int | Sequence[int], rule: Rule,
-              stop_tokens: Sequence[int], prefill_chunk: int) -> list[int]:
+def _validate(
+    target: Model,
+    rows: list[Tensor],
+    max_new_tokens: int | Sequence[int],
+    rule: Rule,
+    stop_tokens: Sequence[int],
+    prefill_chunk: int,
+) -> list[int]:
     if not rows:
         raise ValueError("prompts: expected at least one, got an empty list")
     for b, prompt in enumerate(rows):
         if not isinstance(prompt, Tensor) or prompt.ndim != 1 or prompt.dtype != torch.long:
-            got = (f"{prompt.dtype} of shape {list(prompt.shape)}" if isinstance(prompt, Tensor)
-                   else type(prompt).__name__)
+            got = (
+                f"{prompt.dtype} of shape {list(prompt.shape)}"
+                if isinstance(prompt, Tensor)
+                else type(prompt).__name__
+            )
             raise ValueError(f"prompts[{b}]: expected a 1-D int64 tensor, got {got}")
         if not len(prompt):
             raise ValueError(f"prompts[{b}]: expected at least one token, got none")
         low, high = int(prompt.min()), int(prompt.max())
         if low < 0 or high >= target.vocab_size:
-            raise ValueError(f"prompts[{b}]: expected ids in [0, {target.vocab_size}), "
-                             f"got {low}..{high}")
-    budgets = ([max_new_tokens] * len(rows) if isinstance(max_new_tokens, int)
-               else list(max_new_tokens))
+            raise ValueError(
+                f"prompts[{b}]: expected ids in [0, {target.vocab_size}), got {low}..{high}"
+            )
+    budgets = (
+        [max_new_tokens] * len(rows) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    )
     if len(budgets) != len(rows) or min(budgets) < 1:
-        raise ValueError(f"max_new_tokens: expected a number >= 1, or one per prompt "
-                         f"({len(rows)}), got {max_new_tokens}")
+        raise ValueError(
+            f"max_new_tokens: expected a number >= 1, or one per prompt "
+            f"({len(rows)}), got {max_new_tokens}"
+        )
     for b, (prompt, budget) in enumerate(zip(rows, budgets, strict=True)):
         if len(prompt) + budget > target.max_position_embeddings:
-            raise ValueError(f"prompts[{b}]: {len(prompt)} tokens and max_new_tokens={budget} "
-                             f"exceed the target's max_position_embeddings="
-                             f"{target.max_position_embeddings}")
+            raise ValueError(
+                f"prompts[{b}]: {len(prompt)} tokens and max_new_tokens={budget} "
+                f"exceed the target's max_position_embeddings="
+                f"{target.max_position_embeddings}"
+            )
     outside = [stop for stop in stop_tokens if not 0 <= stop < target.vocab_size]
     if outside:
         raise ValueError(f"stop_tokens: expected ids in [0, {target.vocab_size}), got {outside}")
@@ -180,8 +221,16 @@ class _Clock:
 class _Run:
     """The state of one decoding: tokens, the target's cache, the drafter's state."""
 
-    def __init__(self, target: Model, rows: list[Tensor], drafter: Drafter | None,
-                 budgets: list[int], rule: Rule, stops: frozenset[int], chunk: int) -> None:
+    def __init__(
+        self,
+        target: Model,
+        rows: list[Tensor],
+        drafter: Drafter | None,
+        budgets: list[int],
+        rule: Rule,
+        stops: frozenset[int],
+        chunk: int,
+    ) -> None:
         self.target, self.rule, self.stops, self.chunk = target, rule, stops, chunk
         device = target.device
         self.host_lengths = [len(row) for row in rows]
@@ -193,9 +242,12 @@ class _Run:
         for b, row in enumerate(rows):
             self.tokens[b, : len(row)] = row
         self.lengths = torch.tensor(self.host_lengths, device=device)
-        self.max_length = longest
+        self.live = torch.ones(len(rows), dtype=torch.bool, device=device)
+        self.roots = torch.stack([row[-1:] for row in rows]).to(device)  # [B, 1]
+        self.none_cut = torch.zeros_like(self.live)
+        self.no_draft = Draft.empty(len(rows), device)
+        self.steps = torch.arange(longest, device=device)
         self.taps = () if drafter is None else tuple(drafter.taps)
-        self.drafter = drafter
         self.state = None if drafter is None else drafter.begin(target, len(rows), longest)
         self.cache = target.new_cache(len(rows), longest)
         self.started = False
@@ -203,57 +255,53 @@ class _Run:
     @torch.no_grad()
     def step(self) -> Round:
         clock = _Clock(self.target.device)
-        prefill = 0.0
+        prefill = other = seconds_draft = 0.0
         if not self.started:
             self._prefill()
             prefill = clock.lap()
-        batch = len(self.host_lengths)
-        context = self._context()
-        live = context.live
-        other = clock.lap()
-        if self.state is None:
-            draft = Draft.empty(batch, self.target.device)
-        else:
-            draft = self.state.propose(context)
-        seconds_draft = clock.lap()
-
+        live, draft, parents = self.live, self.no_draft, None
         if self.state is not None:
-            validate_draft(draft, batch, self.target.vocab_size)
-            if draft.resume is None:  # drop what the drafter left pending in the target's cache
-                self.cache.commit(draft.tokens[:, :0], torch.zeros_like(self.lengths))
-        root = self.tokens.gather(1, (self.lengths - 1).unsqueeze(1))
-        parents = None
+            context = self._context()
+            other = clock.lap()
+            draft = self.state.propose(context)
+            seconds_draft = clock.lap()
+            validate_draft(draft, len(self.roots), self.target.vocab_size)
+            if draft.resume is None and self.cache.n_pending:  # what the drafter left there
+                self.cache.commit(self.no_draft.tokens, torch.zeros_like(self.lengths))
         if draft.parents is not None:
-            parents = torch.cat([torch.full_like(root, -1), draft.parents + 1], dim=1)
+            parents = torch.cat([torch.full_like(self.roots, -1), draft.parents + 1], dim=1)
+        tokens = torch.cat([self.roots, draft.tokens], dim=1)
         other += clock.lap()
-        output = self.target(torch.cat([root, draft.tokens], dim=1), self.cache, parents=parents,
-                             taps=self.taps, resume=draft.resume)
+        output = self.target(
+            tokens, self.cache, parents=parents, taps=self.taps, resume=draft.resume
+        )
         seconds_verify = clock.lap()
 
         assert output.logits is not None
-        if bool(output.logits.isnan().any()):
-            b, i = output.logits.isnan().any(dim=-1).nonzero()[0].tolist()
-            raise FloatingPointError(f"logits: the target returned NaN in row {b}, after the "
-                                     f"{'root' if i == 0 else f'draft node {i - 1}'}")
+        _check_finite(output.logits)
         verdict = self.rule.accept(draft, output.logits, self.lengths)
         emitted, kept, cut = self._cut(draft, verdict.path, verdict.n_accepted, verdict.next_token)
         seconds_accept = clock.lap()
 
-        n_new = torch.tensor([len(new) for new in emitted], device=root.device)
-        self.cache.commit(torch.cat([torch.zeros_like(root), verdict.path + 1], dim=1), n_new)
+        counts = torch.tensor([[len(new) for new in emitted], kept], device=tokens.device)
+        n_new, self.n_accepted = counts.unbind(0)
+        nodes = self._with_root(draft, verdict.path)
+        self.cache.commit(nodes, n_new)
         seconds_commit = clock.lap()
 
         new_tokens = self._emit(emitted, n_new)
-        nodes = torch.cat([torch.zeros_like(root), verdict.path + 1], dim=1)
-        self.path, self.n_accepted = verdict.path, torch.tensor(kept, device=root.device)
-        self._remember(new_tokens, n_new, {
+        self.new_tokens, self.n_new, self.path = new_tokens, n_new, verdict.path
+        self.hidden = {
             tap: _rows(states, nodes[:, : new_tokens.shape[1]])
-            for tap, states in output.hidden.items()})
+            for tap, states in output.hidden.items()
+        }
         rows = [new_tokens[b, : len(new)] for b, new in enumerate(emitted)]
-        done = Seconds(seconds_draft, seconds_verify, seconds_accept, seconds_commit,
-                       other + clock.lap(), prefill)
-        return Round(draft, verdict.path, self.n_accepted, rows, live,
-                     torch.tensor(cut, device=root.device), done)
+        is_cut = torch.tensor(cut, device=tokens.device) if any(cut) else self.none_cut
+        other += clock.lap()
+        seconds = Seconds(
+            seconds_draft, seconds_verify, seconds_accept, seconds_commit, other, prefill
+        )
+        return Round(draft, verdict.path, self.n_accepted, rows, live, is_cut, seconds)
 
     def _prefill(self) -> None:
         """Commit every prompt but its last token; keep the pairs (h_t, x_{t+1}) it yields."""
@@ -268,38 +316,53 @@ class _Run:
             self.cache.commit(path, torch.minimum((n_prefill - start).clamp(min=0), whole))
             for tap in self.taps:
                 pieces[tap].append(output.hidden[tap])
-        nothing = self.tokens.new_zeros(len(self.tokens), 0)
-        self.path, self.n_accepted = nothing, torch.zeros_like(self.lengths)
-        empty = torch.zeros(len(self.tokens), 0, self.target.hidden_size, dtype=self.target.dtype,
-                            device=self.target.device)
-        self._remember(self.tokens[:, 1 : longest + 1], n_prefill,
-                       {tap: torch.cat([empty, *states], dim=1) for tap, states in pieces.items()})
-
-    def _remember(self, new_tokens: Tensor, n_new: Tensor, hidden: dict[int, Tensor]) -> None:
-        self.new_tokens, self.n_new, self.hidden = new_tokens, n_new, hidden
+        self.new_tokens, self.n_new = self.tokens[:, 1 : longest + 1], n_prefill
+        self.path, self.n_accepted = self.no_draft.tokens, torch.zeros_like(self.lengths)
+        nothing = torch.zeros(
+            len(self.roots),
+            0,
+            self.target.hidden_size,
+            dtype=self.target.dtype,
+            device=self.target.device,
+        )
+        self.hidden = {tap: torch.cat([nothing, *states], dim=1) for tap, states in pieces.items()}
 
     def _context(self) -> Context:
         # only a live row can use its draft: the budget less the target's own token
-        depth_left = [max(left - 1, 0) if on else 0
-                      for left, on in zip(self.left, self.is_live, strict=True)]
-        device = self.tokens.device
+        depth_left = [
+            max(left - 1, 0) if on else 0 for left, on in zip(self.left, self.is_live, strict=True)
+        ]
         return Context(
-            tokens=self.tokens[:, : max(self.host_lengths)], lengths=self.lengths,
-            new_tokens=self.new_tokens, n_new=self.n_new, hidden=self.hidden, path=self.path,
-            n_accepted=self.n_accepted, live=torch.tensor(self.is_live, device=device),
-            depth_left=torch.tensor(depth_left, device=device), max_depth=max(depth_left),
-            cache=self.cache, rule=self.rule)
+            tokens=self.tokens[:, : max(self.host_lengths)],
+            lengths=self.lengths,
+            new_tokens=self.new_tokens,
+            n_new=self.n_new,
+            hidden=self.hidden,
+            path=self.path,
+            n_accepted=self.n_accepted,
+            live=self.live,
+            depth_left=torch.tensor(depth_left, device=self.tokens.device),
+            max_depth=max(depth_left),
+            cache=self.cache,
+            rule=self.rule,
+        )
 
-    def _cut(self, draft: Draft, path: Tensor, n_accepted: Tensor, next_token: Tensor,
-             ) -> tuple[list[list[int]], list[int], list[bool]]:
+    def _cut(
+        self,
+        draft: Draft,
+        path: Tensor,
+        n_accepted: Tensor,
+        next_token: Tensor,
+    ) -> tuple[list[list[int]], list[int], list[bool]]:
         """The tokens each row emits, how many drafts it keeps, and whether it was cut short.
 
         Reads the verdict on the host, once a round; updates what is live and left.
         """
-        found = torch.cat([n_accepted.unsqueeze(1), next_token.unsqueeze(1),
-                           draft.tokens.gather(1, path)], dim=1).tolist()
+        found = [n_accepted.unsqueeze(1), next_token.unsqueeze(1)]
+        if draft.n_nodes:
+            found.append(draft.tokens if draft.parents is None else draft.tokens.gather(1, path))
         emitted, kept, cut = [], [], []
-        for b, (n, bonus, *drafted) in enumerate(found):
+        for b, (n, bonus, *drafted) in enumerate(torch.cat(found, dim=1).tolist()):
             new = [*drafted[:n], bonus][: self.left[b]] if self.is_live[b] else []
             stop = next((i for i, token in enumerate(new) if token in self.stops), None)
             if stop is not None:
@@ -311,19 +374,40 @@ class _Run:
             kept.append(min(n, len(new)))
         return emitted, kept, cut
 
+    def _with_root(self, draft: Draft, path: Tensor) -> Tensor:
+        """A path of the draft as pending nodes of the target's cache: the root is node 0."""
+        if draft.parents is None and draft.n_nodes < len(self.steps):
+            return self.steps[: 1 + draft.n_nodes].expand(len(self.roots), -1)
+        return torch.cat([torch.zeros_like(self.roots), path + 1], dim=1)
+
     def _emit(self, emitted: list[list[int]], n_new: Tensor) -> Tensor:
         """Append the emitted tokens of every row; returns them padded, [B, A]."""
-        longest = max(map(len, emitted))
-        new = torch.tensor([row + [0] * (longest - len(row)) for row in emitted],
-                           device=self.tokens.device)
-        step = torch.arange(longest, device=new.device)
-        last = self.tokens.shape[1] - 1
-        where = torch.where(step < n_new.unsqueeze(1), self.lengths.unsqueeze(1) + step, last)
-        self.tokens.scatter_(1, where, new)
+        longest, spare = max(map(len, emitted)), self.tokens.shape[1] - 1
+        padded = [row + [0] * (longest - len(row)) for row in emitted]
+        where = [
+            [have + i if i < len(row) else spare for i in range(longest)]
+            for have, row in zip(self.host_lengths, emitted, strict=True)
+        ]
+        new = torch.tensor(padded, device=self.tokens.device)
+        self.tokens.scatter_(1, torch.tensor(where, device=self.tokens.device), new)
         self.lengths = self.lengths + n_new
-        self.host_lengths = [n + len(row) for n, row in
-                             zip(self.host_lengths, emitted, strict=True)]
+        self.host_lengths = [
+            have + len(row) for have, row in zip(self.host_lengths, emitted, strict=True)
+        ]
+        # rows that are done keep their root
+        self.roots = self.tokens.gather(1, self.lengths.unsqueeze(1) - 1)
+        if not all(self.is_live):
+            self.live = torch.tensor(self.is_live, device=self.tokens.device)
         return new
+
+
+def _check_finite(logits: Tensor) -> None:
+    if math.isnan(float(logits.sum())) and bool(logits.isnan().any()):
+        b, i = logits.isnan().any(dim=-1).nonzero()[0].tolist()
+        raise FloatingPointError(
+            f"logits: the target returned NaN in row {b}, after the "
+            f"{'root' if i == 0 else f'draft node {i - 1}'}"
+        )
 
 
 def _rows(states: Tensor, nodes: Tensor) -> Tensor:

@@ -71,9 +71,12 @@ def measure(rounds: Sequence[Round]) -> Metrics:
         tau=n_new / max(1, n_row_passes),
         tau_rows=_tau_rows(emitted, live),
         acceptance_rate=accepted / max(1, accepted + refused),
-        by_depth=tuple(DepthAcceptance(d, passed_at[d] / tested_at[d], passed_at[d] / n_judged,
-                                       tested_at[d]) for d in sorted(tested_at)),
-        n_draft_nodes=sum(int((r.draft.mask() & r.live.unsqueeze(1)).sum()) for r in rounds))
+        by_depth=tuple(
+            DepthAcceptance(d, passed_at[d] / tested_at[d], passed_at[d] / n_judged, tested_at[d])
+            for d in sorted(tested_at)
+        ),
+        n_draft_nodes=sum(int((r.draft.mask() & r.live.unsqueeze(1)).sum()) for r in rounds),
+    )
 
 
 def _tested(r: Round) -> torch.Tensor:

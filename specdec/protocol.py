@@ -29,7 +29,7 @@ embeddings, i the output of block i."""
 
 @dataclass(frozen=True)
 class Output:
-    """What a model returns: `logits` [B, N, V] (None if not asked for), `hidden` tap -> [B, N, D]."""
+    """What a model returns: `logits` [B, N, V] or None, `hidden` tap -> [B, N, D]."""
 
     logits: Tensor | None
     hidden: Mapping[int, Tensor] = field(default_factory=dict)
@@ -40,6 +40,8 @@ class Cache(Protocol):
 
     lengths: Tensor
     """[B] int64, committed tokens per row."""
+    n_pending: int
+    """Pending nodes of every row."""
 
     def commit(self, path: Tensor, n: Tensor) -> None:
         """Keep the first `n` [B] nodes of `path` [B, P] and drop everything else that is pending.

@@ -13,14 +13,21 @@ from safetensors.torch import load_file, save_file
 from ..models import Transformer, TransformerConfig
 
 
-def save_transformer(model: Transformer, folder: Path | str, *, dtype: torch.dtype | None = None,
-                     metadata: Mapping[str, object] | None = None) -> None:
+def save_transformer(
+    model: Transformer,
+    folder: Path | str,
+    *,
+    dtype: torch.dtype | None = None,
+    metadata: Mapping[str, object] | None = None,
+) -> None:
     """Write a `Transformer`; `metadata` goes into config.json under the key `training`."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor.to(dtype or tensor.dtype).contiguous()
-               for name, tensor in model.state_dict().items()
-               if not (name == "head.weight" and model.config.tie_word_embeddings)}
+    weights = {
+        name: tensor.to(dtype or tensor.dtype).contiguous()
+        for name, tensor in model.state_dict().items()
+        if not (name == "head.weight" and model.config.tie_word_embeddings)
+    }
     save_file(weights, folder / "model.safetensors")
     config = dataclasses.asdict(model.config) | {"training": dict(metadata or {})}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -43,8 +50,11 @@ def load_transformer(folder: Path | str, dtype: torch.dtype = torch.float32) -> 
         weights["head.weight"] = weights["embedding.weight"]
     expected = model.state_dict()
     wrong = [name for name in expected.keys() ^ weights.keys()]
-    wrong += [name for name in expected.keys() & weights.keys()
-              if expected[name].shape != weights[name].shape]
+    wrong += [
+        name
+        for name in expected.keys() & weights.keys()
+        if expected[name].shape != weights[name].shape
+    ]
     if wrong:
         raise ValueError(f"folder: the weights of {folder} do not fit its config: {sorted(wrong)}")
     model.load_state_dict(weights)

@@ -38,24 +38,36 @@ class DraftModel:
 
     taps = ()
 
-    def __init__(self, model: Model, n_drafts: int = 4, *, branching: int | Sequence[int] = 1,
-                 draw: bool = True) -> None:
+    def __init__(
+        self,
+        model: Model,
+        n_drafts: int = 4,
+        *,
+        branching: int | Sequence[int] = 1,
+        draw: bool = True,
+    ) -> None:
         if n_drafts < 1:
             raise ValueError(f"n_drafts: expected at least 1, got {n_drafts}")
         widths = [branching] * n_drafts if isinstance(branching, int) else list(branching)
         if len(widths) != n_drafts or min(widths) < 1 or max(widths) > model.vocab_size:
-            raise ValueError(f"branching: expected numbers in 1..{model.vocab_size}, one or "
-                             f"{n_drafts}, got {branching}")
+            raise ValueError(
+                f"branching: expected numbers in 1..{model.vocab_size}, one or "
+                f"{n_drafts}, got {branching}"
+            )
         self.model, self.widths, self.draw = model, widths, draw
 
     def begin(self, target: Model, batch_size: int, max_length: int) -> DraftModelState:
         if self.model.vocab_size != target.vocab_size:
-            raise ValueError(f"model: a vocabulary of {self.model.vocab_size} cannot draft for "
-                             f"the target's of {target.vocab_size}")
+            raise ValueError(
+                f"model: a vocabulary of {self.model.vocab_size} cannot draft for "
+                f"the target's of {target.vocab_size}"
+            )
         if max_length > self.model.max_position_embeddings:
-            raise ValueError(f"model: its max_position_embeddings="
-                             f"{self.model.max_position_embeddings} is below the run's "
-                             f"{max_length} tokens")
+            raise ValueError(
+                f"model: its max_position_embeddings="
+                f"{self.model.max_position_embeddings} is below the run's "
+                f"{max_length} tokens"
+            )
         return DraftModelState(self, batch_size, max_length)
 
 
@@ -82,8 +94,11 @@ class DraftModelState:
             assert logits is not None
             tokens, q = self._pick(context, logits, depth, width)  # [B, M, k], [B, M, k, V]
             n_above = tokens.shape[1]
-            parent = torch.arange(first - n_above, first, device=tokens.device) if depth else \
-                torch.full((1,), -1, device=tokens.device)
+            parent = (
+                torch.arange(first - n_above, first, device=tokens.device)
+                if depth
+                else torch.full((1,), -1, device=tokens.device)
+            )
             parents.append(parent.repeat_interleave(width).expand(len(tokens), -1))
             levels.append(tokens.flatten(1, 2))
             if q is not None:
@@ -92,12 +107,14 @@ class DraftModelState:
         # all but the last level were fed, each below its parent: they are the pending tree
         tree = torch.cat(parents, dim=1) if is_tree else None
         n_fed = first - levels[-1].shape[1]
-        self.fed = Draft(torch.cat(levels, dim=1)[:, :n_fed], None if tree is None
-                         else tree[:, :n_fed])
+        self.fed = Draft(
+            torch.cat(levels, dim=1)[:, :n_fed], None if tree is None else tree[:, :n_fed]
+        )
         return Draft(torch.cat(levels, dim=1), tree, torch.cat(laws, dim=1) if laws else None)
 
-    def _pick(self, context: Context, logits: Tensor, depth: int,
-              width: int) -> tuple[Tensor, Tensor | None]:
+    def _pick(
+        self, context: Context, logits: Tensor, depth: int, width: int
+    ) -> tuple[Tensor, Tensor | None]:
         if self.config.draw:
             return context.rule.pick(logits, context.lengths, depth, width)
         return logits.topk(width, dim=-1).indices, None

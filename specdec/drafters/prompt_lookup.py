@@ -43,14 +43,18 @@ class PromptLookupState:
     def propose(self, context: Context) -> Draft:
         live, depth_left = context.live.tolist(), context.depth_left.tolist()
         drafts = []
-        for b, (index, length) in enumerate(zip(self.indices, context.lengths.tolist(),
-                                                strict=True)):
+        for b, (index, length) in enumerate(
+            zip(self.indices, context.lengths.tolist(), strict=True)
+        ):
             index.extend(context.tokens[b, len(index.tokens) : length].tolist())
             drafts.append(index.lookup(min(self.config.n_drafts, depth_left[b])) if live[b] else [])
         device, longest = context.tokens.device, max(map(len, drafts))
-        tokens = torch.tensor([row + [0] * (longest - len(row)) for row in drafts],
-                              dtype=torch.long, device=device).view(len(drafts), longest)
+        tokens = torch.tensor(
+            [row + [0] * (longest - len(row)) for row in drafts], dtype=torch.long, device=device
+        ).view(len(drafts), longest)
         n = torch.tensor([len(row) for row in drafts], device=device)
+        if all(len(row) == longest for row in drafts):
+            return Draft(tokens)
         return Draft(tokens, used=torch.arange(longest, device=device) < n.unsqueeze(1))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -51,8 +53,14 @@ def rotary_angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.d
 class RotaryStore:
     """The angles of every position a cache can hold, looked up instead of computed per pass."""
 
-    def __init__(self, head_dim: int, theta: float, n_slots: int, dtype: torch.dtype,
-                 device: torch.device | str) -> None:
+    def __init__(
+        self,
+        head_dim: int,
+        theta: float,
+        n_slots: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
         self.head_dim, self.theta, self.dtype, self.device = head_dim, theta, dtype, device
         self.table = torch.empty(0, 2, 1, head_dim, dtype=dtype, device=device)
         self.reserve(n_slots)
@@ -80,8 +88,9 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention (arXiv:2305.13245) with optional q/k norm (Qwen3)."""
 
-    def __init__(self, width: int, n_heads: int, n_kv_heads: int, head_dim: int, *,
-                 qk_norm: bool, eps: float) -> None:
+    def __init__(
+        self, width: int, n_heads: int, n_kv_heads: int, head_dim: int, *, qk_norm: bool, eps: float
+    ) -> None:
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, head_dim
         self.qkv = nn.Linear(width, (n_heads + 2 * n_kv_heads) * head_dim, bias=False)
@@ -89,8 +98,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(head_dim, eps) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, eps) if qk_norm else None
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], store: KVStore | None = None,
-                layer: int = 0, view: View | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        store: KVStore | None = None,
+        layer: int = 0,
+        view: View | None = None,
+    ) -> Tensor:
         """x [B, N, D] -> [B, N, D]; without a store a plain causal pass."""
         batch, n, _ = x.shape
         n_q, n_k = self.n_heads, self.n_kv_heads
@@ -103,23 +118,34 @@ class Attention(nn.Module):
         v = qkv[:, :, n_q + n_k :]
         if store is None or view is None:
             mixed = F.scaled_dot_product_attention(
-                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-                is_causal=True, enable_gqa=n_q != n_k)
+                q.transpose(1, 2),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+                is_causal=True,
+                enable_gqa=n_q != n_k,
+            )
             return self.out(mixed.transpose(1, 2).reshape(batch, n, -1))
         keys, values = store.write(layer, view, k, v)
         return self.out(grouped_attention(q, keys, values, view.mask))
 
 
+def for_groups(view: View, group: int) -> View:
+    """The view with its mask repeated for the `group` query heads of each key head."""
+    if group == 1 or view.mask is None:
+        return view
+    return replace(view, mask=view.mask.repeat(1, 1, group, 1))
+
+
 def grouped_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
     """Attention of q [B, N, H, d] over keys and values [B, H_kv, S, d]; returns [B, N, H * d].
 
-    The query heads of a group become further queries of their key head, so that no key is copied.
+    The G query heads of a group become further queries of their key head, so that no key is
+    copied; the additive `mask` [B or 1, 1, G * N, S] repeats itself for them (`for_groups`).
     """
     batch, n, n_heads, dim = q.shape
     group = n_heads // keys.shape[1]
     if group > 1:
         q = q.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, H_kv, G*N, d]
-        mask = mask if mask is None or group == 1 else mask.repeat(1, 1, group, 1)
         mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
         mixed = mixed.unflatten(2, (group, n)).permute(0, 3, 1, 2, 4)  # [B, N, H_kv, G, d]
     else:
@@ -138,7 +164,13 @@ class Block(nn.Module):
         self.norm_mlp = RMSNorm(width, eps)
         self.mlp = GatedMLP(width, inner)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], store: KVStore | None = None,
-                layer: int = 0, view: View | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        store: KVStore | None = None,
+        layer: int = 0,
+        view: View | None = None,
+    ) -> Tensor:
         x = x + self.attention(self.norm_attention(x), rotary, store, layer, view)
         return x + self.mlp(self.norm_mlp(x))

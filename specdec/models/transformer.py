@@ -1,4 +1,4 @@
-"""A dense decoder: Llama and SmolLM2 (RMSNorm, RoPE, GQA, SwiGLU, tied embeddings), Qwen3 (q/k norm).
+"""A dense decoder: Llama, SmolLM2 (RMSNorm, RoPE, GQA, SwiGLU, tied embeddings), Qwen3 (q/k norm).
 
 Field names are those of the Hugging Face configs. The projections of q, k and v, and of gate and
 up, are one product each; `checkpoints` joins them when it reads published weights.
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..cache import KVStore, TreeCache
 from ..protocol import FINAL, Cache, Output
-from .layers import Attention, Block, RMSNorm, RotaryStore, rotary_angles
+from .layers import Attention, Block, RMSNorm, RotaryStore, for_groups, rotary_angles
 
 
 @dataclass(frozen=True)
@@ -36,23 +36,38 @@ class TransformerConfig:
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-                     "num_attention_heads", "max_position_embeddings"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.num_attention_heads % self.n_kv_heads:
-            raise ValueError(f"num_key_value_heads: expected a divisor of num_attention_heads "
-                             f"({self.num_attention_heads}), got {self.num_key_value_heads}")
+            raise ValueError(
+                f"num_key_value_heads: expected a divisor of num_attention_heads "
+                f"({self.num_attention_heads}), got {self.num_key_value_heads}"
+            )
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            raise ValueError(f"hidden_size: expected a multiple of num_attention_heads "
-                             f"({self.num_attention_heads}) without head_dim, "
-                             f"got {self.hidden_size}")
+            raise ValueError(
+                f"hidden_size: expected a multiple of num_attention_heads "
+                f"({self.num_attention_heads}) without head_dim, "
+                f"got {self.hidden_size}"
+            )
         if self.head_size % 2:
             raise ValueError(f"head_dim: rotary positions need an even one, got {self.head_size}")
 
     @property
     def n_kv_heads(self) -> int:
         return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def n_groups(self) -> int:
+        """Query heads per key head."""
+        return self.num_attention_heads // self.n_kv_heads
 
     @property
     def head_size(self) -> int:
@@ -68,10 +83,21 @@ class Transformer(nn.Module):
         c = config
         self.embedding = nn.Embedding(c.vocab_size, c.hidden_size)
         self.blocks = nn.ModuleList(
-            Block(c.hidden_size, c.intermediate_size,
-                  Attention(c.hidden_size, c.num_attention_heads, c.n_kv_heads, c.head_size,
-                            qk_norm=c.qk_norm, eps=c.rms_norm_eps), c.rms_norm_eps)
-            for _ in range(c.num_hidden_layers))
+            Block(
+                c.hidden_size,
+                c.intermediate_size,
+                Attention(
+                    c.hidden_size,
+                    c.num_attention_heads,
+                    c.n_kv_heads,
+                    c.head_size,
+                    qk_norm=c.qk_norm,
+                    eps=c.rms_norm_eps,
+                ),
+                c.rms_norm_eps,
+            )
+            for _ in range(c.num_hidden_layers)
+        )
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
         if c.tie_word_embeddings:
@@ -117,38 +143,58 @@ class Transformer(nn.Module):
     def new_cache(self, batch_size: int, max_length: int) -> TreeCache:
         c = self.config
         n_slots = max_length + 8  # a little room for pending nodes before the first growth
-        keys_values = KVStore(c.num_hidden_layers, batch_size, c.n_kv_heads, c.head_size, n_slots,
-                              self.dtype, self.device)
+        keys_values = KVStore(
+            c.num_hidden_layers,
+            batch_size,
+            c.n_kv_heads,
+            c.head_size,
+            n_slots,
+            self.dtype,
+            self.device,
+        )
         angles = RotaryStore(c.head_size, c.rope_theta, n_slots, self.dtype, self.device)
         return TreeCache(batch_size, [keys_values, angles], self.n_layers, self.dtype, self.device)
 
-    def forward(self, tokens: Tensor, cache: Cache | None = None, *, parents: Tensor | None = None,
-                taps: Sequence[int] = (), exit_layer: int | None = None,
-                resume: tuple[int, Tensor] | None = None, logits: bool = True) -> Output:
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: Cache | None = None,
+        *,
+        parents: Tensor | None = None,
+        taps: Sequence[int] = (),
+        exit_layer: int | None = None,
+        resume: tuple[int, Tensor] | None = None,
+        logits: bool = True,
+    ) -> Output:
         self._check_call(tokens, cache, parents, taps, exit_layer, resume)
-        new = tokens if resume is None else tokens[:, resume[1].shape[1]:]
+        new = tokens if resume is None else tokens[:, resume[1].shape[1] :]
         store, view, angles = None, None, None
         if cache is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-            rotary = rotary_angles(positions, self.config.head_size, self.config.rope_theta,
-                                   self.dtype).unsqueeze(0).unbind(2)
+            rotary = (
+                rotary_angles(positions, self.config.head_size, self.config.rope_theta, self.dtype)
+                .unsqueeze(0)
+                .unbind(2)
+            )
         else:
             assert isinstance(cache, TreeCache)
             store, angles = cache.stores
             assert isinstance(store, KVStore) and isinstance(angles, RotaryStore)
             first = cache.n_pending
             if new.shape[1]:
-                cache.append(new.shape[1], None if parents is None
-                             else parents[:, tokens.shape[1] - new.shape[1]:])
+                cache.append(
+                    new.shape[1],
+                    None if parents is None else parents[:, tokens.shape[1] - new.shape[1] :],
+                )
             cache.depth_done = exit_layer or self.n_layers
-            view = cache.view(first)
+            view = for_groups(cache.view(first), self.config.n_groups)
             rotary = angles.at(view)
         x = self.embedding(new)  # [B, N, D]
         hidden = {0: x} if 0 in taps else {}
         for i, block in enumerate(self.blocks[:exit_layer]):
             if resume is not None and i == resume[0]:  # from here on the resumed nodes, too
                 assert isinstance(cache, TreeCache) and isinstance(angles, RotaryStore)
-                view = cache.view(0)
+                view = for_groups(cache.view(0), self.config.n_groups)
                 x, rotary = torch.cat([resume[1], x], dim=1), angles.at(view)
             if x.shape[1]:
                 x = block(x, rotary, store, i, view)
@@ -159,12 +205,20 @@ class Transformer(nn.Module):
             hidden[FINAL] = final
         return Output(self.head(final) if logits else None, hidden)
 
-    def _check_call(self, tokens: Tensor, cache: Cache | None, parents: Tensor | None,
-                    taps: Sequence[int], exit_layer: int | None,
-                    resume: tuple[int, Tensor] | None) -> None:
+    def _check_call(
+        self,
+        tokens: Tensor,
+        cache: Cache | None,
+        parents: Tensor | None,
+        taps: Sequence[int],
+        exit_layer: int | None,
+        resume: tuple[int, Tensor] | None,
+    ) -> None:
         if tokens.ndim != 2 or tokens.dtype != torch.long or not tokens.shape[1]:
-            raise ValueError(f"tokens: expected int64 of shape [B, N] with N >= 1, got "
-                             f"{tokens.dtype} of shape {list(tokens.shape)}")
+            raise ValueError(
+                f"tokens: expected int64 of shape [B, N] with N >= 1, got "
+                f"{tokens.dtype} of shape {list(tokens.shape)}"
+            )
         wrong = [tap for tap in taps if tap != FINAL and not 0 <= tap <= self.n_layers]
         if wrong:
             raise ValueError(f"taps: expected 0..{self.n_layers} or FINAL (-1), got {wrong}")
@@ -174,16 +228,24 @@ class Transformer(nn.Module):
             if parents is not None or resume is not None:
                 raise ValueError("parents, resume: a pass without a cache is a plain causal one")
             if tokens.shape[1] > self.max_position_embeddings:
-                raise ValueError(f"tokens: {tokens.shape[1]} positions, but "
-                                 f"max_position_embeddings is {self.max_position_embeddings}")
+                raise ValueError(
+                    f"tokens: {tokens.shape[1]} positions, but "
+                    f"max_position_embeddings is {self.max_position_embeddings}"
+                )
             return
         if not isinstance(cache, TreeCache) or len(cache.lengths) != len(tokens):
-            raise ValueError(f"cache: expected one of new_cache({len(tokens)}, ...), got "
-                             f"{type(cache).__name__} of {len(cache.lengths)} rows")
+            raise ValueError(
+                f"cache: expected one of new_cache({len(tokens)}, ...), got "
+                f"{type(cache).__name__} of {len(cache.lengths)} rows"
+            )
         done, depth = (0, cache.n_layers) if resume is None else (resume[1].shape[1], resume[0])
         if resume is not None and (done != cache.n_pending or depth != cache.depth_done):
-            raise ValueError(f"resume: expected the {cache.n_pending} pending nodes at block "
-                             f"{cache.depth_done}, got {done} at block {depth}")
+            raise ValueError(
+                f"resume: expected the {cache.n_pending} pending nodes at block "
+                f"{cache.depth_done}, got {done} at block {depth}"
+            )
         if resume is None and cache.n_pending and cache.depth_done != (exit_layer or self.n_layers):
-            raise ValueError(f"cache: its pending nodes stop at block {cache.depth_done}; resume "
-                             "them, or drop them with a commit of n = 0")
+            raise ValueError(
+                f"cache: its pending nodes stop at block {cache.depth_done}; resume "
+                "them, or drop them with a commit of n = 0"
+            )

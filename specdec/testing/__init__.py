@@ -5,5 +5,15 @@ from .exact import exact_law, outcomes, target_law
 from .lossless import Report, check_lossless
 from .replay import replay
 
-__all__ = ["Divergence", "LosslessError", "Report", "check_lossless", "compare", "exact_law",
-           "outcomes", "plain_sequence", "replay", "target_law"]
+__all__ = [
+    "Divergence",
+    "LosslessError",
+    "Report",
+    "check_lossless",
+    "compare",
+    "exact_law",
+    "outcomes",
+    "plain_sequence",
+    "replay",
+    "target_law",
+]

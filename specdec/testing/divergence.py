@@ -45,26 +45,37 @@ class Divergence:
     @property
     def near_tie(self) -> bool:
         """Whether rounding explains the difference: the float64 gap is within 4 roundings."""
-        return (self.exact_gap is not None and self.rounding is not None
-                and abs(self.exact_gap) <= 4 * self.rounding
-                and self.rounding > 1e-12)
+        return (
+            self.exact_gap is not None
+            and self.rounding is not None
+            and abs(self.exact_gap) <= 4 * self.rounding
+            and self.rounding > 1e-12
+        )
 
     def __str__(self) -> str:
         if self.exact_gap is None:
             referee = "no float64 recomputation (the target is no nn.Module, or a row ended early)"
         else:
             side = "plain decoding" if self.exact_gap > 0 else "the drafted run"
-            referee = (f"float64 sides with {side} by {abs(self.exact_gap):.3g} (rounding "
-                       f"{self.rounding:.3g}: {'a near-tie' if self.near_tie else 'not a near-tie'})")
-        return (f"row {self.row}, position {self.position}: plain decoding gives {self.expected}, "
-                f"the drafted run {self.got}; the target's top-2 gap there is {self.gap:.3g}; "
-                f"{referee}")
+            referee = (
+                f"float64 sides with {side} by {abs(self.exact_gap):.3g} (rounding "
+                f"{self.rounding:.3g}: {'a near-tie' if self.near_tie else 'not a near-tie'})"
+            )
+        return (
+            f"row {self.row}, position {self.position}: plain decoding gives {self.expected}, "
+            f"the drafted run {self.got}; the target's top-2 gap there is {self.gap:.3g}; "
+            f"{referee}"
+        )
 
 
 @torch.no_grad()
-def plain_sequence(target: Model, prompt: Tensor, max_new_tokens: int,
-                   rule: Greedy | Coupled | None = None,
-                   stop_tokens: tuple[int, ...] = ()) -> Tensor:
+def plain_sequence(
+    target: Model,
+    prompt: Tensor,
+    max_new_tokens: int,
+    rule: Greedy | Coupled | None = None,
+    stop_tokens: tuple[int, ...] = (),
+) -> Tensor:
     """Plain decoding of one prompt [T] without a cache and without the loop: the reference."""
     rule = (rule or Greedy()).for_row(0)
     tokens = prompt.to(target.device)
@@ -80,8 +91,9 @@ def plain_sequence(target: Model, prompt: Tensor, max_new_tokens: int,
     return tokens
 
 
-def compare(target: Model, expected: Tensor, got: Tensor, rule: Greedy | Coupled,
-            row: int = 0) -> Divergence | None:
+def compare(
+    target: Model, expected: Tensor, got: Tensor, rule: Greedy | Coupled, row: int = 0
+) -> Divergence | None:
     """The first difference between two sequences [T] of one row, or None.
 
     `rule` is that of the row alone (`rule.for_row(b)`).

@@ -91,8 +91,11 @@ class Flaky:
         return tuple(self.drafter.taps)
 
     def begin(self, target: Model, batch_size: int, max_length: int) -> DrafterState:
-        return _FlakyState(self.drafter.begin(target, batch_size, max_length), self.lost,
-                           np.random.default_rng(self.seed))
+        return _FlakyState(
+            self.drafter.begin(target, batch_size, max_length),
+            self.lost,
+            np.random.default_rng(self.seed),
+        )
 
 
 class _FlakyState:

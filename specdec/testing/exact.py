@@ -22,7 +22,7 @@ Law = dict[tuple[int, ...], float]
 
 
 class Choices:
-    """One way through a tree of choices: a script to follow, then first branches; notes the rest."""
+    """One way through a tree of choices: follow a script, then first branches; note the rest."""
 
     def __init__(self, script: list[int]) -> None:
         self.script, self.taken, self.open, self.probability = script, [], [], 1.0
@@ -84,8 +84,9 @@ class Enumerated:
         padded[0, : len(path)] = torch.tensor(path, dtype=torch.long)
         return Verdict(padded, torch.tensor([len(path)]), torch.tensor([token]))
 
-    def pick(self, logits: Tensor, lengths: Tensor, depth: int,
-             k: int = 1) -> tuple[Tensor, Tensor | None]:
+    def pick(
+        self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1
+    ) -> tuple[Tensor, Tensor | None]:
         q = self.law.log_probs(logits).exp()
         tokens = torch.zeros(1, q.shape[1], k, dtype=torch.long)
         for node in range(q.shape[1]):
@@ -97,8 +98,9 @@ class Enumerated:
         return tokens, without_replacement(q, tokens)
 
 
-def exact_law(target: Model, drafter: Drafter, prompt: Tensor, n_tokens: int,
-              rule: Rejection | None = None) -> Law:
+def exact_law(
+    target: Model, drafter: Drafter, prompt: Tensor, n_tokens: int, rule: Rejection | None = None
+) -> Law:
     """The law of the first `n_tokens` tokens emitted after `prompt` [T]: tokens -> probability.
 
     The drafter must draw through `rule.pick` (or choose). Outcomes grow as V^(drafts + tokens).
@@ -106,9 +108,10 @@ def exact_law(target: Model, drafter: Drafter, prompt: Tensor, n_tokens: int,
     law = rule or Rejection()
 
     def run(choices: Choices) -> tuple[int, ...]:
-        result = generate(target, prompt, drafter, max_new_tokens=n_tokens,
-                          rule=Enumerated(law, choices))
-        return tuple(result.sequences[0][len(prompt):].tolist())
+        result = generate(
+            target, prompt, drafter, max_new_tokens=n_tokens, rule=Enumerated(law, choices)
+        )
+        return tuple(result.sequences[0][len(prompt) :].tolist())
 
     return outcomes(run)
 

@@ -34,15 +34,25 @@ class Report:
 
     def __str__(self) -> str:
         tau = ", ".join(f"{name} {value:.2f}" for name, value in self.tau.items())
-        return (f"lossless: {self.n_runs} runs, {self.n_tokens} tokens equal to plain decoding, "
-                f"{self.n_replayed} drafts replayed, {self.n_sampled} sampled tokens in law; "
-                f"tau: {tau}; near-ties: {len(self.near_ties)}")
+        return (
+            f"lossless: {self.n_runs} runs, {self.n_tokens} tokens equal to plain decoding, "
+            f"{self.n_replayed} drafts replayed, {self.n_sampled} sampled tokens in law; "
+            f"tau: {tau}; near-ties: {len(self.near_ties)}"
+        )
 
 
-def check_lossless(target: Model, drafter: Drafter, *, prompts: Sequence[Tensor] | None = None,
-                   max_new_tokens: int = 16, rules: Sequence[Greedy | Coupled] | None = None,
-                   with_replay: bool = True, n_samples: int = 256, seed: int = 0,
-                   progress: bool = False) -> Report:
+def check_lossless(
+    target: Model,
+    drafter: Drafter,
+    *,
+    prompts: Sequence[Tensor] | None = None,
+    max_new_tokens: int = 16,
+    rules: Sequence[Greedy | Coupled] | None = None,
+    with_replay: bool = True,
+    n_samples: int = 256,
+    seed: int = 0,
+    progress: bool = False,
+) -> Report:
     """Prove that a drafter changes nothing, or raise at the first difference.
 
     Every rule decodes every prompt alone and all of them as one ragged batch, with and without a
@@ -71,13 +81,25 @@ def check_lossless(target: Model, drafter: Drafter, *, prompts: Sequence[Tensor]
     if prompts is None:
         prompts = [torch.from_numpy(rng.integers(0, target.vocab_size, n)) for n in (1, 5, 12)]
     if rules is None:
-        rules = [Greedy(), Coupled(1.0, seed=seed), Coupled(0.6, top_k=8, seed=seed + 100),
-                 Coupled(1.4, top_p=0.9, min_p=0.02, seed=seed + 200)]
+        rules = [
+            Greedy(),
+            Coupled(1.0, seed=seed),
+            Coupled(0.6, top_k=8, seed=seed + 100),
+            Coupled(1.4, top_p=0.9, min_p=0.02, seed=seed + 200),
+        ]
     report = Report()
     cases = list(product(rules, _batches(len(prompts))))
     for rule, rows in tqdm(cases, desc="check_lossless", disable=not progress):
-        _check_case(target, drafter, [prompts[b] for b in rows], max_new_tokens, rule, rng,
-                    with_replay, report)
+        _check_case(
+            target,
+            drafter,
+            [prompts[b] for b in rows],
+            max_new_tokens,
+            rule,
+            rng,
+            with_replay,
+            report,
+        )
     if n_samples:
         check_law(target, drafter, prompts[-1], n_samples, min(4, max_new_tokens), seed)
         report.n_sampled = n_samples * min(4, max_new_tokens)
@@ -88,26 +110,40 @@ def _batches(n: int) -> list[list[int]]:
     return [[b] for b in range(n)] + ([list(range(n))] if n > 1 else [])
 
 
-def _check_case(target: Model, drafter: Drafter, prompts: list[Tensor], budget: int,
-                rule: Greedy | Coupled, rng: np.random.Generator, with_replay: bool,
-                report: Report) -> None:
-    plain = [plain_sequence(target, prompt, budget, rule.for_row(b))
-             for b, prompt in enumerate(prompts)]
-    spoken = torch.cat([p[len(prompt):] for p, prompt in zip(plain, prompts, strict=True)])
+def _check_case(
+    target: Model,
+    drafter: Drafter,
+    prompts: list[Tensor],
+    budget: int,
+    rule: Greedy | Coupled,
+    rng: np.random.Generator,
+    with_replay: bool,
+    report: Report,
+) -> None:
+    plain = [
+        plain_sequence(target, prompt, budget, rule.for_row(b)) for b, prompt in enumerate(prompts)
+    ]
+    spoken = torch.cat([p[len(prompt) :] for p, prompt in zip(plain, prompts, strict=True)])
     stop = int(spoken[int(rng.integers(len(spoken)))])
-    for stops, n_new, lost in (((), budget, 0.0), ((stop,), budget, 0.0), ((), 1, 0.0),
-                               ((), 2, 0.0), ((stop,), budget, 0.3)):
+    for stops, n_new, lost in (
+        ((), budget, 0.0),
+        ((stop,), budget, 0.0),
+        ((), 1, 0.0),
+        ((), 2, 0.0),
+        ((stop,), budget, 0.3),
+    ):
         recorder = Recorder(drafter)
         used = Flaky(recorder, lost, int(rng.integers(2**31))) if lost else recorder
-        result = generate(target, prompts, used, max_new_tokens=n_new, rule=rule,
-                          stop_tokens=stops)
+        result = generate(target, prompts, used, max_new_tokens=n_new, rule=rule, stop_tokens=stops)
         for b, got in enumerate(result.sequences):
             expected = _ended(plain[b], len(prompts[b]), n_new, stops)
             difference = compare(target, expected, got, rule.for_row(b), b)
             if difference is not None:
                 if not difference.near_tie:
-                    raise LosslessError(f"{type(rule).__name__}, {len(prompts)} row(s), budget "
-                                        f"{n_new}, stop tokens {list(stops)}: {difference}")
+                    raise LosslessError(
+                        f"{type(rule).__name__}, {len(prompts)} row(s), budget "
+                        f"{n_new}, stop tokens {list(stops)}: {difference}"
+                    )
                 report.near_ties.append(difference)
             report.n_tokens += len(got) - len(prompts[b])
         report.n_runs += 1
@@ -127,8 +163,17 @@ def _ended(plain: Tensor, n_prompt: int, budget: int, stops: Sequence[int]) -> T
     return plain[: n_prompt + budget]
 
 
-def check_law(target: Model, drafter: Drafter, prompt: Tensor, n_rows: int, n_tokens: int,
-              seed: int = 0, *, n_bins: int = 8, max_batch: int = 64) -> None:
+def check_law(
+    target: Model,
+    drafter: Drafter,
+    prompt: Tensor,
+    n_rows: int,
+    n_tokens: int,
+    seed: int = 0,
+    *,
+    n_bins: int = 8,
+    max_batch: int = 64,
+) -> None:
     """Test the tokens of `n_rows` sampled rows against the target's law; raises LosslessError.
 
     Probability integral transform: with tokens in some order, F(x - 1) + v p(x) is uniform where x
@@ -139,15 +184,20 @@ def check_law(target: Model, drafter: Drafter, prompt: Tensor, n_rows: int, n_to
     seeds = [seed + 7919 * row for row in range(n_rows)]
     values: list[Tensor] = []
     for batch in _chunks(seeds, max_batch):
-        result = generate(target, [prompt] * len(batch), drafter, max_new_tokens=n_tokens,
-                          rule=Rejection(seed=batch))
+        result = generate(
+            target,
+            [prompt] * len(batch),
+            drafter,
+            max_new_tokens=n_tokens,
+            rule=Rejection(seed=batch),
+        )
         rows = torch.stack(result.sequences)
         with torch.no_grad():
             logits = target(rows[:, :-1]).logits
         assert logits is not None
         p = Rejection().log_probs(logits[:, len(prompt) - 1 :]).exp().double()
         keys = key(torch.tensor(batch), 99).unsqueeze(1) + torch.arange(n_tokens)
-        values.append(_transforms(p, rows[:, len(prompt):], uniform(keys)))
+        values.append(_transforms(p, rows[:, len(prompt) :], uniform(keys)))
     bins = (torch.cat(values, dim=1) * n_bins).long().clamp(max=n_bins - 1)  # [orders, samples]
     expected = bins.shape[1] / n_bins
     for order, row in enumerate(bins):
@@ -160,7 +210,8 @@ def check_law(target: Model, drafter: Drafter, prompt: Tensor, n_rows: int, n_to
             raise LosslessError(
                 f"Rejection: {bins.shape[1]} sampled tokens do not follow the target's law "
                 f"(order {order}: {counts.int().tolist()}, expected {expected:.0f} each, z = "
-                f"{z:.1f}); does the drafter declare the q its tokens were drawn from?")
+                f"{z:.1f}); does the drafter declare the q its tokens were drawn from?"
+            )
 
 
 def _chunks(rows: list[int], size: int) -> Iterator[list[int]]:

@@ -46,8 +46,13 @@ class _Recording:
         return draft
 
 
-def replay(target: Model, drafter: Drafter, seen: Sequence[tuple[Context, Draft]], rule: Rule,
-           tolerance: float = 1e-9) -> int:
+def replay(
+    target: Model,
+    drafter: Drafter,
+    seen: Sequence[tuple[Context, Draft]],
+    rule: Rule,
+    tolerance: float = 1e-9,
+) -> int:
     """Check recorded rounds; returns how many rows of rounds were compared.
 
     Raises LosslessError at the first draft that a fresh state would not propose, or hidden state
@@ -67,8 +72,9 @@ def replay(target: Model, drafter: Drafter, seen: Sequence[tuple[Context, Draft]
 
 
 @torch.no_grad()
-def fresh_draft(target: Model, drafter: Drafter, tokens: Tensor, depth_left: int,
-                rule: Rule) -> Draft:
+def fresh_draft(
+    target: Model, drafter: Drafter, tokens: Tensor, depth_left: int, rule: Rule
+) -> Draft:
     """What a drafter begun afresh proposes for one row `tokens` [T], its root last."""
     run = _Run(target, [tokens], drafter, [depth_left + 1], rule, frozenset(), 512)
     run._prefill()
@@ -88,28 +94,36 @@ def nodes(draft: Draft, row: int, max_depth: int) -> list[Node]:
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(tokens, parents, strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    return [(paths[i], None if draft.probs is None else draft.probs[row, i])
-            for i in range(draft.n_nodes) if used[i] and depth[i] <= max_depth]
+    return [
+        (paths[i], None if draft.probs is None else draft.probs[row, i])
+        for i in range(draft.n_nodes)
+        if used[i] and depth[i] <= max_depth
+    ]
 
 
 def _check_same(got: list[Node], fresh: list[Node], where: str, tolerance: float) -> None:
     if [path for path, _ in got] != [path for path, _ in fresh]:
-        raise LosslessError(f"replay: {where}: the drafter proposed {[p for p, _ in got]}, begun "
-                            f"afresh on the same tokens it proposes {[p for p, _ in fresh]}; its "
-                            f"state is stale or it reads another row or position")
+        raise LosslessError(
+            f"replay: {where}: the drafter proposed {[p for p, _ in got]}, begun "
+            f"afresh on the same tokens it proposes {[p for p, _ in fresh]}; its "
+            f"state is stale or it reads another row or position"
+        )
     for (path, q), (_, fresh_q) in zip(got, fresh, strict=True):
         if (q is None) != (fresh_q is None):
             raise LosslessError(f"replay: {where}: node {path} declares a law q in one run only")
         if q is not None and fresh_q is not None:
             error = float((q - fresh_q).abs().max())
             if error > tolerance:
-                raise LosslessError(f"replay: {where}: the q of node {path} differs from that of a "
-                                    f"fresh state by {error:.3g}")
+                raise LosslessError(
+                    f"replay: {where}: the q of node {path} differs from that of a "
+                    f"fresh state by {error:.3g}"
+                )
 
 
 @torch.no_grad()
-def _check_hidden(target: Model, context: Context, row: int, tokens: Tensor, where: str,
-                  tolerance: float) -> None:
+def _check_hidden(
+    target: Model, context: Context, row: int, tokens: Tensor, where: str, tolerance: float
+) -> None:
     n = int(context.n_new[row])
     if not context.hidden or not n:
         return
@@ -120,5 +134,7 @@ def _check_hidden(target: Model, context: Context, row: int, tokens: Tensor, whe
     for tap, states in context.hidden.items():
         error = float((states[row, :n] - expected[tap][0, first : first + n]).abs().max())
         if not error <= tolerance * (1 + float(expected[tap].abs().max())):
-            raise LosslessError(f"context: {where}: hidden[{tap}] differs from a pass without a "
-                                f"cache by {error:.3g}")
+            raise LosslessError(
+                f"context: {where}: hidden[{tap}] differs from a pass without a "
+                f"cache by {error:.3g}"
+            )

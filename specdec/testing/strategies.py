@@ -10,11 +10,20 @@ from ..accept import Coupled, Greedy
 from ..models import Transformer, TransformerConfig
 
 
-def small_target(seed: int, vocab_size: int = 11, n_layers: int = 2, n_kv_heads: int = 2,
-                 sharpness: float = 2.0) -> Transformer:
+def small_target(
+    seed: int, vocab_size: int = 11, n_layers: int = 2, n_kv_heads: int = 2, sharpness: float = 2.0
+) -> Transformer:
     """A random float64 target; `sharpness` scales its logits, so that drafts can be right."""
-    config = TransformerConfig(vocab_size, 16, 32, n_layers, 4, n_kv_heads,
-                               tie_word_embeddings=False, max_position_embeddings=256)
+    config = TransformerConfig(
+        vocab_size,
+        16,
+        32,
+        n_layers,
+        4,
+        n_kv_heads,
+        tie_word_embeddings=False,
+        max_position_embeddings=256,
+    )
     model = Transformer(config).double().reset_parameters(torch.Generator().manual_seed(seed))
     with torch.no_grad():
         model.head.weight *= sharpness
@@ -23,21 +32,30 @@ def small_target(seed: int, vocab_size: int = 11, n_layers: int = 2, n_kv_heads:
 
 def targets(vocab_size: int = 11) -> st.SearchStrategy[Transformer]:
     """Random targets of 1-4 layers, with and without grouped-query attention."""
-    return st.builds(small_target, st.integers(0, 50), st.just(vocab_size), st.integers(1, 4),
-                     st.sampled_from([1, 2, 4]), st.sampled_from([1.0, 3.0]))
+    return st.builds(
+        small_target,
+        st.integers(0, 50),
+        st.just(vocab_size),
+        st.integers(1, 4),
+        st.sampled_from([1, 2, 4]),
+        st.sampled_from([1.0, 3.0]),
+    )
 
 
-def prompts(vocab_size: int = 11, min_rows: int = 1, max_rows: int = 4,
-            max_length: int = 10) -> st.SearchStrategy[list[Tensor]]:
+def prompts(
+    vocab_size: int = 11, min_rows: int = 1, max_rows: int = 4, max_length: int = 10
+) -> st.SearchStrategy[list[Tensor]]:
     """Ragged batches of prompts, from one token."""
     token = st.integers(0, vocab_size - 1)
     row = st.lists(token, min_size=1, max_size=max_length)
     return st.lists(row, min_size=min_rows, max_size=max_rows).map(
-        lambda rows: [torch.tensor(row) for row in rows])
+        lambda rows: [torch.tensor(row) for row in rows]
+    )
 
 
 def parents(max_nodes: int = 24) -> st.SearchStrategy[list[int]]:
     """Parents of a random tree, parents before children, -1 the root."""
+
     def grow(choices: list[int]) -> list[int]:
         return [choice % (i + 1) - 1 for i, choice in enumerate(choices)]
 
@@ -46,8 +64,12 @@ def parents(max_nodes: int = 24) -> st.SearchStrategy[list[int]]:
 
 def rules() -> st.SearchStrategy[Greedy | Coupled]:
     """The rules under which drafted and plain decoding give the same tokens."""
-    coupled = st.builds(Coupled, temperature=st.floats(0.3, 2.0),
-                        top_k=st.sampled_from([None, 1, 3, 7]),
-                        top_p=st.sampled_from([1.0, 0.9, 0.5]),
-                        min_p=st.sampled_from([0.0, 0.05, 0.3]), seed=st.integers(0, 2**40))
+    coupled = st.builds(
+        Coupled,
+        temperature=st.floats(0.3, 2.0),
+        top_k=st.sampled_from([None, 1, 3, 7]),
+        top_p=st.sampled_from([1.0, 0.9, 0.5]),
+        min_p=st.sampled_from([0.0, 0.05, 0.3]),
+        seed=st.integers(0, 2**40),
+    )
     return st.one_of(st.just(Greedy()), coupled)

@@ -21,16 +21,23 @@ from .fit import fit, optimizers
 def bits_per_byte(model: Transformer, tokens: Tensor) -> float:
     """Mean bits the model needs for a byte of `tokens` [B, T + 1]."""
     with torch.no_grad():
-        total = sum(F.cross_entropy(model(row[:, :-1]).logits.flatten(0, 1), row[:, 1:].flatten())
-                    .item() for row in tokens.split(8))
+        total = sum(
+            F.cross_entropy(model(row[:, :-1]).logits.flatten(0, 1), row[:, 1:].flatten()).item()
+            for row in tokens.split(8)
+        )
     return total / len(tokens.split(8)) / math.log(2)
 
 
 def train_target(arguments: argparse.Namespace) -> tuple[Transformer, dict[str, object]]:
     config = TransformerConfig(
-        vocab_size=256, hidden_size=arguments.width, intermediate_size=2 * arguments.width,
-        num_hidden_layers=arguments.layers, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=2048)
+        vocab_size=256,
+        hidden_size=arguments.width,
+        intermediate_size=2 * arguments.width,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+    )
     model, corpus = fresh(config, arguments.seed), open_corpus(arguments.corpus)
 
     def loss_of(step: int) -> Tensor:
@@ -45,9 +52,14 @@ def train_target(arguments: argparse.Namespace) -> tuple[Transformer, dict[str, 
 def train_draft(arguments: argparse.Namespace) -> tuple[Transformer, dict[str, object]]:
     target = load_transformer(arguments.target)
     config = TransformerConfig(
-        vocab_size=256, hidden_size=arguments.width, intermediate_size=2 * arguments.width,
-        num_hidden_layers=arguments.layers, num_attention_heads=2, num_key_value_heads=2,
-        max_position_embeddings=2048)
+        vocab_size=256,
+        hidden_size=arguments.width,
+        intermediate_size=3 * arguments.width,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+    )
     model, corpus = fresh(config, arguments.seed), open_corpus(arguments.corpus)
 
     def loss_of(step: int) -> Tensor:
@@ -69,24 +81,37 @@ def open_corpus(folder: str | None) -> Corpus:
     return Corpus.standard_library() if folder is None else Corpus.from_folder(folder)
 
 
-def run(model: Transformer, loss_of: Callable[[int], Tensor], corpus: Corpus,
-        arguments: argparse.Namespace) -> tuple[Transformer, dict[str, object]]:
+def run(
+    model: Transformer,
+    loss_of: Callable[[int], Tensor],
+    corpus: Corpus,
+    arguments: argparse.Namespace,
+) -> tuple[Transformer, dict[str, object]]:
     held_out = corpus.held_out_batch(64, arguments.length)
-    history = fit(model, loss_of, optimizers(model, arguments.lr, arguments.muon_lr),
-                  arguments.steps, folder=Path(arguments.out) / "state",
-                  evaluate=lambda: bits_per_byte(model, held_out), description=arguments.what)
-    return model, {"held_out_bits_per_byte": round(history[-1][1], 4), "seed": arguments.seed,
-                   "steps": arguments.steps, "bytes_seen": arguments.steps * arguments.batch
-                   * arguments.length, "train_bytes": len(corpus.train),
-                   "held_out_bytes": len(corpus.held_out)}
+    history = fit(
+        model,
+        loss_of,
+        optimizers(model, arguments.lr, arguments.muon_lr),
+        arguments.steps,
+        folder=Path(arguments.out) / "state",
+        evaluate=lambda: bits_per_byte(model, held_out),
+        description=arguments.what,
+    )
+    return model, {
+        "held_out_bits_per_byte": round(history[-1][1], 4),
+        "seed": arguments.seed,
+        "steps": arguments.steps,
+        "bytes_seen": arguments.steps * arguments.batch * arguments.length,
+        "train_bytes": len(corpus.train),
+        "held_out_bytes": len(corpus.held_out),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m specdec.training", description=__doc__)
     commands = parser.add_subparsers(dest="what", required=True)
     for name, layers, width, steps in (("target", 10, 128, 1200), ("draft", 1, 96, 1500)):
-        command = commands.add_parser(
-            name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        command = commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         command.add_argument("--out", required=True, help="folder for config, weights and state")
         command.add_argument("--corpus", help="folder of text; default: Python's standard library")
         command.add_argument("--layers", type=int, default=layers)

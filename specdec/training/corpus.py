@@ -15,8 +15,16 @@ SEPARATOR = 0
 """The byte between two files; it occurs in no text and ends a document."""
 
 # tables written by programs, and tests: neither is what people type
-LEFT_OUT = {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__",
-            "lib2to3"}
+LEFT_OUT = {
+    "site-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+    "__pycache__",
+    "lib2to3",
+}
 
 
 @dataclass(frozen=True)
@@ -27,9 +35,12 @@ class Corpus:
     held_out: np.ndarray
 
     @staticmethod
-    def from_folder(folder: Path | str, suffixes: tuple[str, ...] = (".py", ".txt", ".md"),
-                    held_out_share: int = 20) -> Corpus:
-        """Read every file below `folder` with one of `suffixes`; one in `held_out_share` is held out.
+    def from_folder(
+        folder: Path | str,
+        suffixes: tuple[str, ...] = (".py", ".txt", ".md"),
+        held_out_share: int = 20,
+    ) -> Corpus:
+        """Read all files below `folder` with one of `suffixes`, one in `held_out_share` held out.
 
         Which files are held out depends on their relative path alone, so that it stays the same
         from run to run and from machine to machine.
@@ -47,10 +58,14 @@ class Corpus:
         for held_out, texts in kept.items():
             if not texts:
                 kind = "hold out" if held_out else "train on"
-                raise ValueError(f"folder: found no file to {kind} in {folder} with a suffix of "
-                                 f"{suffixes}; expected a folder of text of some dozen files")
-        joined = [np.frombuffer(b"\0".join([b"", *kept[held_out], b""]), dtype=np.uint8)
-                  for held_out in (False, True)]
+                raise ValueError(
+                    f"folder: found no file to {kind} in {folder} with a suffix of "
+                    f"{suffixes}; expected a folder of text of some dozen files"
+                )
+        joined = [
+            np.frombuffer(b"\0".join([b"", *kept[held_out], b""]), dtype=np.uint8)
+            for held_out in (False, True)
+        ]
         return Corpus(*joined)
 
     @staticmethod

@@ -12,20 +12,27 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 
-def optimizers(module: nn.Module, lr: float, muon_lr: float | None = None,
-               weight_decay: float = 0.01) -> list[torch.optim.Optimizer]:
+def optimizers(
+    module: nn.Module, lr: float, muon_lr: float | None = None, weight_decay: float = 0.01
+) -> list[torch.optim.Optimizer]:
     """AdamW for embeddings, heads and gains; Muon for the matrices of the blocks if `muon_lr`."""
     inner, rest = [], []
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
-        matrix = parameter.ndim == 2 and ".embedding" not in f".{name}" and ".head" not in f".{name}"
+        matrix = (
+            parameter.ndim == 2 and ".embedding" not in f".{name}" and ".head" not in f".{name}"
+        )
         (inner if matrix and muon_lr else rest).append(parameter)
     chosen: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)]
+        torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
+    ]
     if muon_lr and inner:
-        chosen.append(torch.optim.Muon(inner, lr=muon_lr, weight_decay=weight_decay,
-                                       adjust_lr_fn="match_rms_adamw"))
+        chosen.append(
+            torch.optim.Muon(
+                inner, lr=muon_lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+            )
+        )
     return chosen
 
 
@@ -37,10 +44,20 @@ def schedule(step: int, n_steps: int, warmup: int) -> float:
     return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
-def fit(module: nn.Module, loss_of: Callable[[int], Tensor], optimizers: Iterable[torch.optim.Optimizer],
-        n_steps: int, *, folder: Path | str | None = None, warmup: int = 100, max_norm: float = 1.0,
-        save_every: int = 200, evaluate: Callable[[], float] | None = None,
-        evaluate_every: int = 500, description: str = "fit") -> list[tuple[int, float]]:
+def fit(
+    module: nn.Module,
+    loss_of: Callable[[int], Tensor],
+    optimizers: Iterable[torch.optim.Optimizer],
+    n_steps: int,
+    *,
+    folder: Path | str | None = None,
+    warmup: int = 100,
+    max_norm: float = 1.0,
+    save_every: int = 200,
+    evaluate: Callable[[], float] | None = None,
+    evaluate_every: int = 500,
+    description: str = "fit",
+) -> list[tuple[int, float]]:
     """Minimise `loss_of(step)`; returns (step, value) of every call of `evaluate`.
 
     With a `folder`, weights and optimizer states are written to `folder/last.pt` every
@@ -58,8 +75,9 @@ def fit(module: nn.Module, loss_of: Callable[[int], Tensor], optimizers: Iterabl
             optimizer.load_state_dict(saved)
         start, history = state["step"], [tuple(entry) for entry in state["history"]]
     module.train()
-    bar = tqdm(range(start, n_steps), initial=start, total=n_steps, desc=description,
-               mininterval=1.0)
+    bar = tqdm(
+        range(start, n_steps), initial=start, total=n_steps, desc=description, mininterval=1.0
+    )
     smooth = None
     for step in bar:
         for optimizer, base in zip(optimizers, rates, strict=True):
@@ -88,10 +106,22 @@ def fit(module: nn.Module, loss_of: Callable[[int], Tensor], optimizers: Iterabl
     return history
 
 
-def save_state(checkpoint: Path, module: nn.Module, optimizers: list[torch.optim.Optimizer],
-               step: int, history: list[tuple[int, float]]) -> None:
+def save_state(
+    checkpoint: Path,
+    module: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    step: int,
+    history: list[tuple[int, float]],
+) -> None:
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     partial = checkpoint.with_suffix(".partial")
-    torch.save({"module": module.state_dict(), "step": step, "history": history,
-                "optimizers": [optimizer.state_dict() for optimizer in optimizers]}, partial)
+    torch.save(
+        {
+            "module": module.state_dict(),
+            "step": step,
+            "history": history,
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        },
+        partial,
+    )
     os.replace(partial, checkpoint)  # never half a checkpoint

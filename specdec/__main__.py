@@ -1,0 +1,217 @@
+"""`python -m specdec`: decode held-out prompts with every drafter of the embedded bundle.
+
+Prints one table (lossless? tau, speed-up measured and predicted), what the pieces cost, and a
+coloured trace of one decoding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from . import __version__
+from .benchmark import PLAIN, Costs, Row, calibrate, compare_drafters
+from .load import load
+from .page import to_html
+from .prompts import CALIBRATION
+from .trace import to_terminal, trace
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse(argv)
+    torch.set_num_threads(arguments.threads or torch.get_num_threads())
+    bundle = load(arguments.bundle)
+    target, tokenizer = bundle.target, bundle.tokenizer
+    n_prompts = None if arguments.all else 1
+    prompts = {
+        kind: [tokenizer.encode(text) for text in texts[:n_prompts]]
+        for kind, texts in bundle.prompts.items()
+    }
+    print(
+        f"specdec {__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads; "
+        f"target: {parameters(target):,} parameters, bytes as tokens"
+    )
+    with tqdm(total=1, desc="calibrating", leave=False) as bar:
+        costs = calibrate(target, bundle.drafters, [tokenizer.encode(t) for t in CALIBRATION])
+        bar.update()
+    rows, runs = compare_drafters(
+        target,
+        bundle.drafters,
+        prompts,
+        max_new_tokens=arguments.tokens,
+        costs=costs,
+        repeats=arguments.repeats,
+    )
+    print(table(rows))
+    print(pieces(rows, costs))
+    kind = next(iter(prompts))
+    best = max((row for row in rows if row.prompt_kind == kind), key=lambda row: row.tau).drafter
+    print(f"\n{kind}, drafted by {best}:\n")
+    print(
+        to_terminal(
+            trace(runs[best, kind].rounds, tokenizer.decode),
+            prompt=bundle.prompts[kind][0],
+            colour=use_colour(),
+        )
+    )
+    if arguments.html:
+        traces = [
+            (f"{name} on {kind}", trace(run.rounds, tokenizer.decode))
+            for (name, kind), run in runs.items()
+            if name != PLAIN
+        ]
+        arguments.html.write_text(to_html(traces, title="specdec: who wrote which byte"))
+        print(f"wrote {arguments.html}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps([record(row) for row in rows], indent=2) + "\n")
+        print(f"wrote {arguments.json}")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m specdec",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--bundle", default="tiny", help="which embedded models (default: tiny)")
+    parser.add_argument("--all", action="store_true", help="all prompts, not one of each kind")
+    parser.add_argument("--tokens", type=int, default=96, help="new bytes per prompt (default: 96)")
+    parser.add_argument("--repeats", type=int, default=3, help="repetitions (default: 3)")
+    parser.add_argument("--threads", type=int, help="torch threads (default: torch's own)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the traces as one page")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
+    arguments = parser.parse_args(argv)
+    for name in ("tokens", "repeats"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name}: expected at least 1, got {getattr(arguments, name)}")
+    for name in ("html", "json"):  # before a minute of work, not after it
+        file = getattr(arguments, name)
+        if file and not file.absolute().parent.is_dir():
+            parser.error(f"--{name}: no folder {file.absolute().parent}")
+    return arguments
+
+
+def parameters(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as text, grouped by kind of prompt."""
+    head = (
+        "prompts",
+        "drafter",
+        "lossless",
+        "tau",
+        "accept.",
+        "passes",
+        "bytes/s",
+        "speed-up",
+        "(low-high)",
+        "predicted",
+        "no loop",
+    )
+    lines = [head]
+    for row in rows:
+        lines.append(
+            (
+                row.prompt_kind,
+                row.drafter,
+                "yes" if row.lossless else lossless_word(row),
+                f"{row.tau:.2f}",
+                f"{row.acceptance_rate:.0%}" if row.drafter != PLAIN else "",
+                str(row.target_passes),
+                f"{row.tokens_per_second:.0f}",
+                f"{row.speedup:.2f}x",
+                f"({row.spread[0]:.2f}-{row.spread[1]:.2f})",
+                f"{row.predicted_speedup:.2f}x",
+                f"{row.predicted_without_overhead:.2f}x",
+            )
+        )
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    text = []
+    for i, line in enumerate(lines):
+        if i and line[0] != lines[i - 1][0]:
+            text.append("-" * (sum(widths) + 2 * len(widths) - 2))
+        text.append(
+            "  ".join(
+                cell.ljust(w) if j < 3 else cell.rjust(w)
+                for j, (cell, w) in enumerate(zip(line, widths, strict=True))
+            )
+        )
+    note = (
+        "tau: bytes emitted per target pass, greedy. predicted: tau L / (T_d + T_t), with the "
+        "loop's own time; no loop: without it."
+    )
+    notes = [f"! {row.drafter} on {row.prompt_kind}: {d}" for row in rows for d in row.divergences]
+    return "\n".join(["", *text, note, *notes])
+
+
+def lossless_word(row: Row) -> str:
+    return "near-tie" if all(d.near_tie for d in row.divergences) else "NO"
+
+
+def pieces(rows: list[Row], costs: dict[str, Costs]) -> str:
+    """T_d, T_t, L and what bounds each drafter, from the calibration."""
+    lines = ["", "what the pieces cost (calibrated on other prompts), and the two bounds:"]
+    for name, cost in costs.items():
+        own = [row for row in rows if row.drafter == name]
+        mid = sorted(own, key=lambda row: row.speedup)[len(own) // 2]
+        assert mid.bounds is not None
+        lines.append(
+            f"  {name:18} on {mid.prompt_kind:9}  L {cost.step * 1e3:.2f} ms  "
+            f"T_d/T_t {mid.draft_to_verify:.2f}  T_t/L {mid.verify_to_step:.2f}  "
+            f"T_d->0: {mid.bounds.free_draft:.2f}x  T_t->L: {mid.bounds.verify_as_step:.2f}x  "
+            f"loop {mid.loop_share:.1%}"
+        )
+    return "\n".join(lines)
+
+
+def record(row: Row) -> dict[str, object]:
+    """A row as JSON, stamped with what it was measured with."""
+    names = (
+        "drafter",
+        "prompt_kind",
+        "lossless",
+        "tau",
+        "acceptance_rate",
+        "target_passes",
+        "tokens_per_second",
+        "speedup",
+        "predicted_speedup",
+    )
+    return {name: getattr(row, name) for name in names} | {
+        "version": __version__,
+        "commit": commit(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def commit() -> str | None:
+    """The commit of this checkout, None for an installed package."""
+    folder = Path(__file__).parent
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(folder), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
+
+
+def use_colour() -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
+if __name__ == "__main__":
+    main()
