@@ -69,6 +69,8 @@ def follow(draft: Draft, passing: Tensor, score: Tensor | None = None) -> tuple[
 
     `passing` [B, N] bool. Among nodes of one depth the highest `score` [B, N] wins, then the first.
     """
+    if not draft.n_nodes:
+        return draft.tokens, torch.zeros_like(passing, dtype=torch.long).sum(dim=1)
     if draft.used is not None:
         passing = passing & draft.used
     if draft.parents is None:
@@ -201,7 +203,7 @@ def _node_depths(draft: Draft) -> Tensor:
     if draft.parents is None:
         return torch.arange(1 + draft.n_nodes, device=draft.tokens.device).unsqueeze(0)
     below = depths(draft.parents)
-    return torch.cat([torch.zeros_like(below[:, :1]), below], dim=1)
+    return torch.cat([below.new_zeros(len(below), 1), below], dim=1)
 
 
 @dataclass(frozen=True)

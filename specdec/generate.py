@@ -15,14 +15,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from .accept import Greedy, Rule
 from .cache import everything
-from .draft import Draft, validate_draft
+from .draft import Draft, depths, validate_draft
 from .metrics import Metrics, measure
 from .protocol import Context, Drafter, Model
 
@@ -266,6 +266,7 @@ class _Run:
             draft = self.state.propose(context)
             seconds_draft = clock.lap()
             validate_draft(draft, len(self.roots), self.target.vocab_size)
+            draft = self._within_budget(draft, context.depth_left)
             if draft.resume is None and self.cache.n_pending:  # what the drafter left there
                 self.cache.commit(self.no_draft.tokens, torch.zeros_like(self.lengths))
         if draft.parents is not None:
@@ -373,6 +374,18 @@ class _Run:
             emitted.append(new)
             kept.append(min(n, len(new)))
         return emitted, kept, cut
+
+    def _within_budget(self, draft: Draft, depth_left: Tensor) -> Draft:
+        """Nodes deeper than a row can use become unused.
+
+        They could not be kept, but a sampling rule would test them: a row's tokens would depend on
+        how deep its neighbours draft.
+        """
+        live = [left for left, on in zip(self.left, self.is_live, strict=True) if on]
+        if draft.n_nodes < min(live):  # no node is deeper than there are nodes
+            return draft
+        counts = depths(draft.tree()) <= depth_left.unsqueeze(1)
+        return replace(draft, used=draft.mask() & counts)
 
     def _with_root(self, draft: Draft, path: Tensor) -> Tensor:
         """A path of the draft as pending nodes of the target's cache: the root is node 0."""

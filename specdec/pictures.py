@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from html import escape
 
 import torch
 from torch import Tensor
 
-from .draft import Draft, ancestors, depths
+from .draft import Draft, ancestors, depths, validate_draft
 from .trace import one_line
 
 _CHARACTER, _HEIGHT, _ROW, _COLUMN, _MARGIN = 8.5, 30, 44, 46, 18  # pixels
@@ -65,18 +66,22 @@ def tree_svg(
     Every node carries its index in small, and its depth and token id as a tooltip.
 
     Raises:
-        ValueError: a row outside the batch, or a path that is no path of used nodes.
+        ValueError: a row outside the batch, parents or `used` that are no tree, or a path
+            that is none of used nodes.
     """
     if not 0 <= row < len(draft.tokens):
         raise ValueError(f"row: expected 0 <= row < {len(draft.tokens)}, the batch size, got {row}")
+    largest = max((token for tokens in draft.tokens.tolist() for token in tokens), default=0)
+    validate_draft(replace(draft, probs=None), len(draft.tokens), largest + 1)
     parents, used = draft.tree()[row].tolist(), draft.mask()[row].tolist()
     tokens, depth = draft.tokens[row].tolist(), [0, *depths(draft.tree())[row].tolist()]
     _check_path(path, parents, used)
     on_path = set() if path is None else {-1, *path}
 
     # node i of the draft is at i + 1 below, the root at 0
-    names = [one_line(root_label), *[one_line(labels(token)) for token in tokens]]
     nodes = [-1, *[i for i, is_used in enumerate(used) if is_used]]
+    texts = [labels(token) if is_used else "" for token, is_used in zip(tokens, used, strict=True)]
+    names = [one_line(text) for text in (root_label, *texts)]
     widths = [_width(name) + 20 for name in names]
     row_of = _rows_of(nodes, parents)
     left, x = {}, float(_MARGIN)
@@ -90,15 +95,11 @@ def tree_svg(
     for i in nodes:
         mark = " accepted" if i in on_path else ""
         x0, y0 = left[depth[i + 1]], _MARGIN + row_of[i] * _ROW
-        tip = "root" if i < 0 else f"node {i}, depth {depth[i + 1]}, token {tokens[i]}"
-        index = (
-            ""
-            if i < 0
-            else (
-                f'<text class="index" x="{x0 + widths[i + 1] + 3:g}" '
-                f'y="{y0 + _HEIGHT - 2:g}">{i}</text>'
-            )
-        )
+        tip, index = "root", ""
+        if i >= 0:
+            tip = f"node {i}, depth {depth[i + 1]}, token {tokens[i]}"
+            at = f'x="{x0 + widths[i + 1] + 3:g}" y="{y0 + _HEIGHT - 2:g}"'
+            index = f'<text class="index" {at}>{i}</text>'
         boxes.append(
             f'<g class="node{" root" if i < 0 else ""}{mark}"><title>{tip}</title>'
             f'<rect x="{x0:g}" y="{y0:g}" width="{widths[i + 1]:g}" height="{_HEIGHT}" rx="8"/>'
@@ -157,7 +158,7 @@ def mask_svg(parents: Tensor | Sequence[int], labels: Sequence[str]) -> str:
     Raises:
         ValueError: parents that name a later node, or another number of labels than 1 + N.
     """
-    tree = torch.as_tensor(parents, dtype=torch.long)
+    tree = torch.as_tensor(parents, dtype=torch.long, device="cpu")
     n = len(tree) + 1
     wrong = [i for i, parent in enumerate(tree.tolist()) if not -1 <= parent < i]
     if wrong:

@@ -14,8 +14,10 @@ PROMPT = torch.tensor([1, 2])
 
 
 def error(drafter, n_tokens=2, rule=None, target=TARGET) -> float:
-    law, own = (f(target, *args, n_tokens, rule) for f, args in (
-        (exact_law, (drafter, PROMPT)), (target_law, (PROMPT,))))
+    law, own = (
+        f(target, *args, n_tokens, rule)
+        for f, args in ((exact_law, (drafter, PROMPT)), (target_law, (PROMPT,)))
+    )
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
     return max(abs(law.get(key, 0.0) - own.get(key, 0.0)) for key in law.keys() | own.keys())
 
@@ -49,8 +51,17 @@ class Siblings:
         Siblings(3),
         PromptLookup(2, 3),
     ],
-    ids=["chain 1", "chain 2", "without replacement 3", "tree", "chosen tree", "chosen chain",
-         "iid 2", "iid 3", "prompt lookup"],
+    ids=[
+        "chain 1",
+        "chain 2",
+        "without replacement 3",
+        "tree",
+        "chosen tree",
+        "chosen chain",
+        "iid 2",
+        "iid 3",
+        "prompt lookup",
+    ],
 )
 def test_rejection_follows_the_targets_law_exactly(drafter):
     """A residual taken from p, a sibling tested against the wrong law, a q that was not drawn."""

@@ -12,9 +12,15 @@ from specdec.testing.strategies import small_target
 TARGET, DRAFT = small_target(1), small_target(2, n_layers=1)
 
 
-@pytest.mark.parametrize("drafter", [
-    PromptLookup(3, 5), DraftModel(DRAFT, 3), DraftModel(DRAFT, 3, branching=(3, 2, 1)),
-], ids=["prompt lookup", "draft model", "draft tree"])
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        PromptLookup(3, 5),
+        DraftModel(DRAFT, 3),
+        DraftModel(DRAFT, 3, branching=(3, 2, 1)),
+    ],
+    ids=["prompt lookup", "draft model", "draft tree"],
+)
 def test_the_librarys_drafters_are_lossless(drafter):
     """Anything a drafter of ours gets wrong: state, tree, law."""
     report = check_lossless(TARGET, drafter, max_new_tokens=10, n_samples=64)
@@ -31,9 +37,11 @@ def test_the_error_shows_where_the_tokens_part():
     difference = compare(TARGET, expected, got, Greedy(), row=2)
     assert difference is not None
     assert not difference.near_tie
-    assert re.search(rf"row 2, position 4: plain decoding gives {int(expected[4])}, the drafted "
-                     rf"run {int(got[4])}.*top-2 gap.*float64 sides with plain decoding",
-                     str(difference))
+    assert re.search(
+        rf"row 2, position 4: plain decoding gives {int(expected[4])}, the drafted "
+        rf"run {int(got[4])}.*top-2 gap.*float64 sides with plain decoding",
+        str(difference),
+    )
 
 
 def test_a_row_that_ends_early_is_a_difference():
@@ -46,6 +54,7 @@ def test_a_row_that_ends_early_is_a_difference():
 
 def test_a_near_tie_needs_the_referees_support():
     """Low precision called an excuse for a bug, or a real near-tie called a bug."""
+
     def divergence(exact_gap, rounding):
         return Divergence(0, 3, 1, 2, 1e-4, exact_gap, rounding)
 
@@ -59,8 +68,14 @@ def test_a_near_tie_needs_the_referees_support():
 def test_half_precision_differences_are_near_ties_or_none():
     """A bfloat16 target is checked, not refused, and its report says what it found."""
     target = small_target(1).bfloat16()
-    report = check_lossless(target, PromptLookup(2, 4), max_new_tokens=6, n_samples=0,
-                            with_replay=False, rules=[Greedy()])
+    report = check_lossless(
+        target,
+        PromptLookup(2, 4),
+        max_new_tokens=6,
+        n_samples=0,
+        with_replay=False,
+        rules=[Greedy()],
+    )
     assert all(d.near_tie for d in report.near_ties)
 
 

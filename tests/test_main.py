@@ -1,0 +1,65 @@
+"""The main job: `python -m specdec` on a small budget."""
+
+import json
+from html.parser import HTMLParser
+
+import pytest
+
+from specdec.__main__ import main
+
+KEYS = {
+    "drafter",
+    "prompt_kind",
+    "lossless",
+    "tau",
+    "acceptance_rate",
+    "target_passes",
+    "tokens_per_second",
+    "speedup",
+    "predicted_speedup",
+    "version",
+    "commit",
+    "torch",
+    "threads",
+}
+
+
+def test_the_main_job_prints_a_table_a_trace_and_writes_files(tmp_path, capsys):
+    """A row, key or kind that goes missing; a drafter that is not lossless on the bundle."""
+    main(
+        [
+            "--tokens",
+            "6",
+            "--repeats",
+            "1",
+            "--json",
+            str(tmp_path / "rows.json"),
+            "--html",
+            str(tmp_path / "trace.html"),
+        ]
+    )
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert all(row.keys() == KEYS for row in rows)
+    assert {row["prompt_kind"] for row in rows} == {"code", "docstring", "edit", "table"}
+    assert {row["drafter"] for row in rows} == {
+        "plain",
+        "prompt lookup",
+        "draft model",
+        "draft model, tree",
+    }
+    assert all(row["lossless"] for row in rows)
+    assert all(row["tau"] == 1.0 for row in rows if row["drafter"] == "plain")
+    HTMLParser().feed((tmp_path / "trace.html").read_text())
+    printed = capsys.readouterr().out
+    for word in ("speed-up", "predicted", "T_d/T_t", "T_t/L", "T_d->0", "T_t->L", "accepted"):
+        assert word in printed, word
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--tokens", "0"], ["--repeats", "0"], ["--json", "/no/such/folder/rows.json"]]
+)
+def test_bad_arguments_are_refused_before_any_work(arguments, capsys):
+    """A minute of decoding, and then an error."""
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert arguments[0] in capsys.readouterr().err
