@@ -39,10 +39,12 @@ article { min-width: 0; padding: 1rem 1.15rem; border: 1px solid var(--line); bo
 article header { display: flex; justify-content: space-between; align-items: baseline; gap: 1rem; }
 .tau { white-space: nowrap; color: var(--soft); font-size: .82rem; }
 .tau b { color: var(--ink); font-size: 1.5rem; line-height: 1.2; }
-.text { margin: .6rem 0 .9rem; line-height: 1.95; white-space: pre-wrap; overflow-wrap: anywhere; }
+.text { margin: .6rem 0 .9rem; line-height: 1.9; white-space: pre-wrap; overflow-wrap: anywhere; }
+.text, td:last-child { font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
+  font-size: .85rem; }
 .prompt { color: var(--soft); }
 .token { padding: .16em 0; white-space: pre; background: var(--plain); color: var(--plain-ink);
-  box-shadow: inset 1px 0 color-mix(in srgb, currentColor 22%, transparent);
+  box-shadow: inset 1px 0 color-mix(in srgb, currentColor 15%, transparent);
   -webkit-box-decoration-break: clone; box-decoration-break: clone; }
 .round > .token:first-of-type, .legend .token { border-radius: .35em 0 0 .35em; box-shadow: none; }
 .round > .token:last-of-type { border-radius: 0 .35em .35em 0; margin-right: 2px; }
@@ -55,6 +57,7 @@ article header { display: flex; justify-content: space-between; align-items: bas
 .bonus { background: var(--bonus); color: var(--bonus-ink); }
 .refused { background: none; color: var(--soft); text-decoration: line-through; }
 .bare { padding-right: 3px; }
+.blank { color: color-mix(in srgb, var(--ink) 35%, transparent); }
 .token:hover { outline: 2px solid currentColor; }
 .bars { display: flex; flex-wrap: wrap; align-items: flex-end; gap: 6px 2px; }
 .bar { width: 9px; min-height: 3px; border-radius: 2px; height: calc(var(--drafted) * 38px);
@@ -72,22 +75,33 @@ td:last-child { width: 100%; padding-right: 0; color: var(--ink); white-space: p
 
 
 def to_html(
-    traces: Sequence[tuple[str, Trace]], title: str = "Who wrote which token", *, prompt: str = ""
+    traces: Sequence[tuple[str, Trace]],
+    title: str = "Who wrote which token",
+    *,
+    prompt: str | Sequence[str] = "",
 ) -> str:
     """One page with a panel for each (name, trace), such as one drafter beside another.
 
-    A panel shows `prompt` and the text, one pill a round; a bar a round, as high as the draft was
-    large and filled as far as it was accepted; and a table of the rounds with what was refused.
-    Hovering over a token or a bar tells its round, depth and seconds. Light and dark by the
-    reader's system. Texts are escaped. Raises ValueError where there are no traces.
+    A panel shows `prompt` (one for all, or one each) and the text, one pill a round; a bar a round,
+    as high as the draft was large and filled as far as it was accepted; and a table of the rounds
+    with what was refused. Hovering over a token or a bar tells its round, depth and seconds. Light
+    and dark by the reader's system. Texts are escaped. Raises ValueError where there are no traces,
+    or another number of prompts.
     """
     if not traces:
         raise ValueError("traces: expected at least one (name, trace), got none")
+    prompts = [prompt] * len(traces) if isinstance(prompt, str) else prompt
+    if len(prompts) != len(traces):
+        raise ValueError(
+            f"prompt: expected a text, or one per trace ({len(traces)}), got {len(prompts)}"
+        )
     legend = "".join(
         f'<li><span class="token {kind}">{kind}</span>{meaning}</li>'
         for kind, meaning in KINDS.items()
     )
-    panels = "\n".join(_panel(name, trace, prompt) for name, trace in traces)
+    panels = "\n".join(
+        _panel(name, trace, text) for (name, trace), text in zip(traces, prompts, strict=True)
+    )
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -145,13 +159,14 @@ def _token(step: Step, span: Span) -> str:
     text = one_line(span.text) if span.kind == "refused" else visible(span.text)
     if not text:  # it stops inside a character, or is a special token that the decoder skips
         return f'<span class="token {span.kind} bare" title="{escape(hover)}, no text"></span>'
+    blank = "" if span.text.strip() else " blank"  # told by its background, the glyph stands back
     pieces = [
-        f'<span class="token {span.kind}" title="{escape(hover)}">{escape(line)}</span>'
+        f'<span class="token {span.kind}{blank}" title="{escape(hover)}">{escape(line)}</span>'
         if line
         else ""
         for line in text.split("\n")
     ]
-    return ("<wbr>" if text[0] == " " else "") + "\n".join(pieces)
+    return ("<wbr>" if span.text[0] == " " else "") + "\n".join(pieces)
 
 
 def _bar(step: Step, largest: int) -> str:
