@@ -10,6 +10,7 @@ accepted more often, since its acceptance probability is 1 - TV(p, q).
 * total variation, for drafters: Zhou et al. (DistillSpec), arXiv:2310.08461
 * squared error of logits: Kim et al., arXiv:2105.08919
 * hidden states: Romero et al. (FitNets), arXiv:1412.6550
+* text the student writes: `on_policy_batch`
 * peers that teach each other: Zhang et al. (deep mutual learning), arXiv:1706.00384
 
 A divergence is a function (student_logits, teacher_logits) -> one value per token; a loss takes
@@ -29,6 +30,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
+
+from .accept import Rejection
+from .generate import generate
+from .protocol import Model
 
 Divergence: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(student_logits [..., V], teacher_logits [..., V]) -> [...], one value per token, float32 or
@@ -300,6 +305,40 @@ def distillation_step(
         student_logits, teacher_logits, tokens, temperature, divergence, hard_weight, mask
     )
     return _descend([loss], [optimizer], max_norm)[0]
+
+
+def on_policy_batch(
+    student: Model,
+    prompts: Sequence[Tensor],
+    n_tokens: int,
+    *,
+    temperature: float = 1.0,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Text the student writes itself, to be scored by the teacher in a `distillation_step`.
+
+    A student trained on other people's text never sees its own mistakes; a drafter reads little
+    else. GKD, arXiv:2306.13649; for drafters, DistillSpec, arXiv:2310.08461.
+
+    Args:
+        student: any `Model`; it samples `n_tokens` after every prompt, without gradients.
+        prompts: 1-D int64 tensors, of any lengths.
+        temperature, seed: of the sampling (`Rejection`, without a drafter).
+
+    Returns:
+        tokens `[B, S]` int64, right-padded with 0, and mask `[B, S]` bool: True at positions whose
+        prediction is a token the student wrote. The last token of a row predicts nothing.
+
+    Raises:
+        ValueError: what `generate` refuses.
+    """
+    rule = Rejection(temperature, seed=seed)
+    rows = generate(student, prompts, max_new_tokens=n_tokens, rule=rule).sequences
+    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    position = torch.arange(tokens.shape[1], device=tokens.device)
+    written = torch.tensor([len(row) - n_tokens for row in rows], device=tokens.device)
+    first = (written - 1).unsqueeze(1)  # the last prompt token predicts the first written one
+    return tokens, (position >= first) & (position < first + n_tokens)
 
 
 def mutual_step(
