@@ -82,7 +82,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--bundle", default="tiny", help="which embedded models (default: tiny)")
     parser.add_argument("--all", action="store_true", help="all prompts, not one of each kind")
-    parser.add_argument("--tokens", type=int, default=96, help="new bytes per prompt (default: 96)")
+    parser.add_argument("--tokens", type=int, default=64, help="new bytes per prompt (default: 64)")
     parser.add_argument("--repeats", type=int, default=3, help="repetitions (default: 3)")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the traces as one page")
@@ -117,7 +117,7 @@ def table(rows: list[Row]) -> str:
         "predicted",
         "no loop",
     )
-    lines = [head]
+    lines: list[tuple[str, ...]] = [head]
     for row in rows:
         lines.append(
             (

@@ -35,10 +35,8 @@ class Verdict:
 class Rule(Protocol):
     """How a run picks tokens."""
 
-    @property
-    def lossless(self) -> bool:
-        """Whether the output follows the target's law exactly."""
-        ...
+    lossless: ClassVar[bool]
+    """Whether the output follows the target's law exactly."""
 
     def check(self, batch_size: int) -> None:
         """Raise a ValueError if the rule cannot serve a batch of this size."""

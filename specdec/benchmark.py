@@ -192,7 +192,7 @@ def _row(
     costs: Costs | None,
 ) -> Row:
     rounds = [r for run in results[name] for r in run.rounds]
-    metrics = measure(rounds)
+    metrics = measure(*(run.rounds for run in results[name]))
     divergences = tuple(
         difference
         for plain, run in zip(results[PLAIN], results[name], strict=True)

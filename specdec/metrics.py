@@ -46,11 +46,12 @@ class Metrics:
     n_draft_nodes: int
 
 
-def measure(rounds: Sequence[Round]) -> Metrics:
-    """Metrics of the rounds of one run, or of several one after another."""
-    emitted = [[len(new) for new in r.new_tokens] for r in rounds]
-    live = [r.live.tolist() for r in rounds]
-    n_new, n_row_passes = sum(map(sum, emitted)), sum(map(sum, live))
+def measure(*runs: Sequence[Round]) -> Metrics:
+    """Metrics of the rounds of one run, or of several runs pooled."""
+    rounds = [r for run in runs for r in run]
+    n_new = sum(len(new) for r in rounds for new in r.new_tokens)
+    n_row_passes = sum(int(r.live.sum()) for r in rounds)
+    own = [tau for run in runs for tau in _tau_of_rows(run)]
     accepted, refused, n_judged, tested_at, passed_at = 0, 0, 0, {}, {}
     for r in rounds:
         tested = _tested(r).tolist()
@@ -69,7 +70,7 @@ def measure(rounds: Sequence[Round]) -> Metrics:
         n_target_passes=len(rounds),
         n_row_passes=n_row_passes,
         tau=n_new / max(1, n_row_passes),
-        tau_rows=_tau_rows(emitted, live),
+        tau_rows=sum(own) / max(1, len(own)),
         acceptance_rate=accepted / max(1, accepted + refused),
         by_depth=tuple(
             DepthAcceptance(d, passed_at[d] / tested_at[d], passed_at[d] / n_judged, tested_at[d])
@@ -86,14 +87,9 @@ def _tested(r: Round) -> torch.Tensor:
     return child.any(dim=1).long()
 
 
-def _tau_rows(emitted: list[list[int]], live: list[list[bool]]) -> float:
-    tokens: list[int] = []
-    passes: list[int] = []
-    for new, on in zip(emitted, live, strict=True):
-        if len(new) != len(tokens):  # another run begins
-            tokens, passes = tokens + [0] * len(new), passes + [0] * len(new)
-        for b, (n, counts) in enumerate(zip(new, on, strict=True), start=len(tokens) - len(new)):
-            tokens[b] += n
-            passes[b] += counts
-    own = [t / p for t, p in zip(tokens, passes, strict=True) if p]
-    return sum(own) / max(1, len(own))
+def _tau_of_rows(rounds: Sequence[Round]) -> list[float]:
+    """Each row's own tau over the rounds of one run."""
+    if not rounds:
+        return []
+    passes = torch.stack([r.live for r in rounds]).sum(dim=0).tolist()
+    return [sum(len(r.new_tokens[b]) for r in rounds) / n for b, n in enumerate(passes) if n]

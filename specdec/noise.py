@@ -41,7 +41,8 @@ def uniform(keys: Tensor, n: int | None = None) -> Tensor:
     """Uniform numbers in (0, 1), float64, of `keys`' shape, with a last dimension `n` if given."""
     counter = torch.arange(1, (n or 1) + 1, device=keys.device) * _GOLDEN
     bits = mix(keys.unsqueeze(-1) + counter)
-    numbers = (((bits >> 11) & ((1 << 53) - 1)).double() + 0.5) * 2.0**-53
+    # 52 bits and a half: exact in float64, so that neither 0 nor 1 can come out
+    numbers = (((bits >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
     return numbers.squeeze(-1) if n is None else numbers
 
 

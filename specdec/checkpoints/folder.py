@@ -45,11 +45,12 @@ def load_transformer(folder: Path | str, dtype: torch.dtype = torch.float32) -> 
     fields = json.loads((folder / "config.json").read_text())
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     model = Transformer(TransformerConfig(**{k: v for k, v in fields.items() if k in known}))
+    model = model.to(dtype)  # before loading, so that float64 weights are not rounded on the way
     weights = load_file(folder / "model.safetensors")
-    if model.config.tie_word_embeddings:
+    if model.config.tie_word_embeddings and "embedding.weight" in weights:
         weights["head.weight"] = weights["embedding.weight"]
     expected = model.state_dict()
-    wrong = [name for name in expected.keys() ^ weights.keys()]
+    wrong = list(expected.keys() ^ weights.keys())
     wrong += [
         name
         for name in expected.keys() & weights.keys()
@@ -58,4 +59,4 @@ def load_transformer(folder: Path | str, dtype: torch.dtype = torch.float32) -> 
     if wrong:
         raise ValueError(f"folder: the weights of {folder} do not fit its config: {sorted(wrong)}")
     model.load_state_dict(weights)
-    return model.to(dtype).eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)

@@ -62,7 +62,7 @@ def fit(
 
     With a `folder`, weights and optimizer states are written to `folder/last.pt` every
     `save_every` steps and training goes on from there when called again. Raises FloatingPointError
-    at a non-finite loss, naming the step; the last checkpoint stays as it was.
+    at a non-finite loss or gradient, naming the step; the last checkpoint stays as it was.
     """
     optimizers = list(optimizers)
     rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
@@ -88,7 +88,9 @@ def fit(
         if not math.isfinite(value):
             raise FloatingPointError(f"loss is {value} at step {step}")
         loss.backward()
-        nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+        norm = float(nn.utils.clip_grad_norm_(module.parameters(), max_norm))
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient's norm is {norm} at step {step}")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
