@@ -6,12 +6,14 @@ python -m benchmarks.loop
 from __future__ import annotations
 
 import statistics
+import time
 
 import torch
 
 from specdec import Context, Drafter, Generation, Greedy, PromptLookup, generate, load
 from specdec.generate import Round
 from specdec.prompts import CALIBRATION
+from specdec.protocol import Cache
 
 
 def loop_share(rounds: list[Round]) -> float:
@@ -74,46 +76,45 @@ def per_round(run: Generation) -> float:
 
 def lookup() -> None:
     """Prompt lookup's time per round at 1k and at 32k tokens of context."""
+    target = load().target
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 50_000, (1, 33_000), generator=generator)
-    print("\n| prompt lookup, context | us a round |\n|---|---|")
-    times = {}
-    for context in (1_000, 32_000):
-        state = PromptLookup(3, 8).begin(load().target, 1, 33_000)
-        state.propose(at(tokens, context))
-        taken = []
-        import time
-
-        for length in range(context + 1, context + 401):
-            now = at(tokens, length)
+    states = {n: PromptLookup(3, 8).begin(target, 1, 33_000) for n in (1_000, 32_000)}
+    cache = target.new_cache(1, 8)  # the target's, which prompt lookup does not read
+    taken: dict[int, list[float]] = {n: [] for n in states}
+    for n, state in states.items():
+        state.propose(context_at(tokens, n, cache))
+    for step in range(1, 401):  # interleaved
+        for n, state in states.items():
+            context = context_at(tokens, n + step, cache)
             start = time.perf_counter()
-            state.propose(now)
-            taken.append(time.perf_counter() - start)
-        times[context] = statistics.median(taken)
-        print(f"| {context} | {1e6 * times[context]:.1f} |")
-    print(f"\n32k over 1k: {times[32_000] / times[1_000]:.2f}x")
+            state.propose(context)
+            taken[n].append(time.perf_counter() - start)
+    medians = {n: statistics.median(seconds) for n, seconds in taken.items()}
+    print("\n| prompt lookup after | us a round |\n|---|---|")
+    for n, seconds in medians.items():
+        print(f"| {n} tokens | {1e6 * seconds:.1f} |")
+    print(f"\n32k over 1k: {medians[32_000] / medians[1_000]:.2f}x")
 
 
-def at(tokens: torch.Tensor, length: int) -> Context:
+def context_at(tokens: torch.Tensor, length: int, cache: Cache) -> Context:
+    """The first `length` tokens as a row with a generous budget."""
     one = torch.ones(1, dtype=torch.long)
+    none = tokens[:, :0]
     return Context(
-        tokens[:, :length],
-        one * length,
-        tokens[:, :0],
-        one * 0,
-        {},
-        tokens[:, :0],
-        one * 0,
-        one.bool(),
-        one * 100,
-        100,
-        load_cache(),
-        Greedy(),
+        tokens=tokens[:, :length],
+        lengths=one * length,
+        new_tokens=none,
+        n_new=one * 0,
+        hidden={},
+        path=none,
+        n_accepted=one * 0,
+        live=one.bool(),
+        depth_left=one * 100,
+        max_depth=100,
+        cache=cache,
+        rule=Greedy(),
     )
-
-
-def load_cache():  # the target's cache, which prompt lookup does not read
-    return None
 
 
 if __name__ == "__main__":
