@@ -6,7 +6,7 @@ result = specdec.generate(target, prompt, drafters["draft model"], max_new_token
 
 from .accept import Coupled, Greedy, Rejection, Typical
 from .draft import Draft
-from .drafters import DraftModel, PromptLookup
+from .drafters import DraftModel, LayerSkip, PromptLookup
 from .functional import from_functional
 from .generate import Generation, Round, decode, generate
 from .load import Bundle, load
@@ -24,6 +24,7 @@ __all__ = [
     "Drafter",
     "Generation",
     "Greedy",
+    "LayerSkip",
     "Model",
     "Output",
     "PromptLookup",

@@ -26,7 +26,7 @@ CHAIN, TREE = DraftModel(TARGET, 3), DraftModel(TARGET, 3, branching=(3, 2, 1))
 
 
 def law_error(drafter) -> float:
-    law, own = exact_law(TARGET3, drafter, PROMPT, 2), target_law(TARGET3, PROMPT, 2)
+    law, own = exact_law(TARGET3, drafter, PROMPT, 3), target_law(TARGET3, PROMPT, 3)
     return max(abs(law.get(key, 0.0) - p) for key, p in own.items())
 
 

@@ -140,6 +140,12 @@ class Transformer(nn.Module):
     def device(self) -> torch.device:
         return self.embedding.weight.device
 
+    def rotary(self, n: int) -> tuple[Tensor, Tensor]:
+        """Angles of positions 0..n-1, [1, n, 1, head_dim] twice: what a block takes in training."""
+        c, positions = self.config, torch.arange(n, device=self.device)
+        cos, sin = rotary_angles(positions, c.head_size, c.rope_theta, self.dtype)[None].unbind(2)
+        return cos, sin
+
     def new_cache(self, batch_size: int, max_length: int) -> TreeCache:
         c = self.config
         n_slots = max_length + 8  # a little room for pending nodes before the first growth
@@ -170,12 +176,7 @@ class Transformer(nn.Module):
         new = tokens if resume is None else tokens[:, resume[1].shape[1] :]
         store, view, angles = None, None, None
         if cache is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-            rotary = (
-                rotary_angles(positions, self.config.head_size, self.config.rope_theta, self.dtype)
-                .unsqueeze(0)
-                .unbind(2)
-            )
+            rotary = self.rotary(tokens.shape[1])
         else:
             assert isinstance(cache, TreeCache)
             store, angles = cache.stores
@@ -222,6 +223,11 @@ class Transformer(nn.Module):
         wrong = [tap for tap in taps if tap != FINAL and not 0 <= tap <= self.n_layers]
         if wrong:
             raise ValueError(f"taps: expected 0..{self.n_layers} or FINAL (-1), got {wrong}")
+        skipped = [] if resume is None else [tap for tap in taps if 0 <= tap <= resume[0]]
+        if resume is not None and skipped:
+            raise ValueError(
+                f"taps: a pass resumed at block {resume[0]} has no states before it, got {skipped}"
+            )
         if exit_layer is not None and not 1 <= exit_layer < self.n_layers:
             raise ValueError(f"exit_layer: expected 1..{self.n_layers - 1}, got {exit_layer}")
         if cache is None:
