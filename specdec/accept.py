@@ -51,13 +51,14 @@ class Rule(Protocol):
         ...
 
     def pick(
-        self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1
+        self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1, *, draw: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         """Pick `k` children for each of M nodes at `depth` (the root has 0).
 
         `logits` [B, M, V] are the drafter's. Returns tokens [B, M, k] and, where they are drawn,
-        the law of each given its earlier siblings [B, M, k, V]; None where they are chosen. One
-        call a depth and round: the noise is keyed by both.
+        the law of each given its earlier siblings [B, M, k, V]; None where they are chosen: by
+        rules that never draw, and where `draw` is False. One call a depth and round: the noise is
+        keyed by both.
         """
         ...
 
@@ -133,7 +134,7 @@ class Greedy:
         return _accept_predictions(draft, logits.argmax(dim=-1))
 
     def pick(
-        self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1
+        self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1, *, draw: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         return _top(logits, k), None
 
@@ -243,7 +244,7 @@ class Coupled:
         return _accept_predictions(draft, (scores + noise).argmax(dim=-1))
 
     def pick(
-        self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1
+        self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1, *, draw: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         scores = self.log_probs(logits)
         return _top(scores + self._noise(scores, lengths, depth, 1), k), None
@@ -347,9 +348,11 @@ class Rejection:
         return Verdict(path, n, next_token)
 
     def pick(
-        self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1
+        self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1, *, draw: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         """Draw children without replacement: the k largest of log q + Gumbel noise, in order."""
+        if not draw:
+            return _top(logits, k), None
         log_q = self.log_probs(logits)
         node = torch.arange(logits.shape[1], device=logits.device)
         keys = key(
@@ -420,7 +423,7 @@ class Typical:
         return Verdict(path, n, (scores + noise).argmax(dim=-1))
 
     def pick(
-        self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1
+        self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1, *, draw: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         return _top(logits, k), None
 

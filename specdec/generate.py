@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -92,14 +92,15 @@ def generate(
     *,
     max_new_tokens: int | Sequence[int],
     rule: Rule | None = None,
-    stop_tokens: Sequence[int] = (),
+    stop_tokens: Iterable[int] = (),
     prefill_chunk: int = 512,
 ) -> Generation:
     """Decode to the end; arguments and errors are those of `decode`."""
+    rows = [prompts] if isinstance(prompts, Tensor) else list(prompts)
     rounds = list(
         decode(
             target,
-            prompts,
+            rows,
             drafter,
             max_new_tokens=max_new_tokens,
             rule=rule,
@@ -107,7 +108,6 @@ def generate(
             prefill_chunk=prefill_chunk,
         )
     )
-    rows = [prompts] if isinstance(prompts, Tensor) else list(prompts)
     sequences = [
         torch.cat([prompt.to(target.device), *[r.new_tokens[b] for r in rounds]])
         for b, prompt in enumerate(rows)
@@ -122,7 +122,7 @@ def decode(
     *,
     max_new_tokens: int | Sequence[int],
     rule: Rule | None = None,
-    stop_tokens: Sequence[int] = (),
+    stop_tokens: Iterable[int] = (),
     prefill_chunk: int = 512,
 ) -> Iterator[Round]:
     """Decode round by round.
@@ -143,8 +143,11 @@ def decode(
     """
     rule = Greedy() if rule is None else rule
     rows = [prompts] if isinstance(prompts, Tensor) else list(prompts)
-    budgets = _validate(target, rows, max_new_tokens, rule, stop_tokens, prefill_chunk)
-    run = _Run(target, rows, drafter, budgets, rule, frozenset(stop_tokens), prefill_chunk)
+    if isinstance(stop_tokens, int):
+        raise ValueError(f"stop_tokens: expected a collection of ids, got the int {stop_tokens}")
+    stops = frozenset(int(stop) for stop in stop_tokens)
+    budgets = _validate(target, rows, max_new_tokens, rule, stops, prefill_chunk)
+    run = _Run(target, rows, drafter, budgets, rule, stops, prefill_chunk)
 
     def rounds() -> Iterator[Round]:
         while any(run.is_live):
@@ -158,7 +161,7 @@ def _validate(
     rows: list[Tensor],
     max_new_tokens: int | Sequence[int],
     rule: Rule,
-    stop_tokens: Sequence[int],
+    stop_tokens: frozenset[int],
     prefill_chunk: int,
 ) -> list[int]:
     if not rows:
@@ -193,7 +196,7 @@ def _validate(
                 f"exceed the target's max_position_embeddings="
                 f"{target.max_position_embeddings}"
             )
-    outside = [stop for stop in stop_tokens if not 0 <= stop < target.vocab_size]
+    outside = [stop for stop in sorted(stop_tokens) if not 0 <= stop < target.vocab_size]
     if outside:
         raise ValueError(f"stop_tokens: expected ids in [0, {target.vocab_size}), got {outside}")
     if prefill_chunk < 1:

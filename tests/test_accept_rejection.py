@@ -318,7 +318,7 @@ ROOT_P, ROOT_Q = law(0.35, 0.3, 0.2, 0.1, 0.05), law(0.1, 0.15, 0.2, 0.25, 0.3)
 P_AFTER = torch.stack([ROOT_P.roll(x) for x in range(5)])
 Q_AFTER = torch.stack([ROOT_Q.roll(2 * x) for x in range(5)])
 OTHER_Q = law(0.3, 0.25, 0.2, 0.15, 0.1)
-N = 100_000
+N = 60_000
 
 
 def p_values(width: int, along_one_run: bool, root_q: Tensor = ROOT_Q) -> list[float]:
@@ -355,7 +355,7 @@ def p_values(width: int, along_one_run: bool, root_q: Tensor = ROOT_Q) -> list[f
 def test_rounds_emit_p(width, along_one_run) -> None:
     """Noise that is shared by a test and a draw; the residual of another node; a sibling skipped.
 
-    n = 100,000 rounds (of as many rows, and of one row at as many lengths), six chi-square tests at
+    n = 60,000 rounds (of as many rows, and of one row at as many lengths), six chi-square tests at
     level 1e-8 in each of six cases: odds of a false alarm below 4e-7.
     """
     assert min(p_values(width, along_one_run)) > FALSE_ALARM

@@ -140,7 +140,7 @@ DRAWN_CHAIN, DRAWN_TREE = DraftModel(DRAFT_MODEL, 3), DraftModel(DRAFT_MODEL, 2,
 @pytest.mark.parametrize(
     "drafter", [PromptLookup(), DRAWN_CHAIN, DRAWN_TREE], ids=["lookup", "chain", "tree"]
 )
-@pytest.mark.parametrize("budgets", [[17, 9, 13], [1, 2, 6], [2, 6, 1]])
+@pytest.mark.parametrize("budgets", [[11, 6, 9], [1, 2, 6], [2, 6, 1]])
 def test_rows_of_a_batch_equal_their_solo_runs(rule, drafter, budgets) -> None:
     """Padding that is attended to, positions by slot, noise that depends on the other rows.
 
@@ -467,6 +467,37 @@ def test_arguments_that_do_not_fit(run, prompts, changes, message) -> None:
         run(TARGET, prompts, **{"max_new_tokens": 4, **changes})
 
 
+@pytest.mark.parametrize(
+    "container",
+    [
+        tuple,
+        set,
+        torch.tensor,
+        iter,
+    ],
+)
+def test_stop_tokens_stop_or_are_refused(container) -> None:
+    """Stop tokens that are silently ignored, because of what holds them."""
+    stop = PLAIN[0][3]
+    try:
+        generation = generate(
+            TARGET, PROMPTS[0], max_new_tokens=20, rule=RULE, stop_tokens=container([stop])
+        )
+    except ValueError:
+        return
+    assert generation.new_tokens[0].tolist() == PLAIN[0][: PLAIN[0].index(stop) + 1]
+
+
+@pytest.mark.parametrize("container", [list, tuple, iter])
+def test_prompts_are_decoded_or_refused(container) -> None:
+    """Prompts that are read once for the run and found gone when the sequences are put together."""
+    try:
+        generation = generate(TARGET, container(PROMPTS), max_new_tokens=2, rule=RULE)
+    except ValueError:
+        return
+    assert [len(sequence) for sequence in generation.sequences] == [3, 5, 9]
+
+
 def test_all_positions_of_the_target_can_be_used() -> None:
     """A limit off by one, of the target or of the draft model."""
     drafter = DraftModel(DRAFT_MODEL, 4)
@@ -563,7 +594,7 @@ def test_a_rule_of_one_s_own() -> None:
             nothing = torch.zeros_like(lengths)
             return Verdict(torch.zeros_like(draft.tokens), nothing, nothing + 7)
 
-        def pick(self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1):
+        def pick(self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1, *, draw=True):
             return logits.topk(k).indices, None
 
     generation = generate(TARGET, ids, DRAWN_CHAIN, max_new_tokens=3, rule=Never())

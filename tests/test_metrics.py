@@ -130,7 +130,7 @@ def test_plain_decoding() -> None:
     """0/0 where nothing was drafted."""
     rounds = [a_round(Draft.empty(2), [[], []], [1, 1]) for _ in range(3)]
     assert measure(rounds) == Metrics(6, 3, 6, 1.0, 1.0, 0.0, (), 0)
-    assert measure([]) == Metrics(0, 0, 0, 0.0, 0.0, 0.0, (), 0)
+    assert measure() == measure([]) == Metrics(0, 0, 0, 0.0, 0.0, 0.0, (), 0)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,13 @@ def test_rows_of_several_runs(sizes) -> None:
         first = a_round(chain(5, size), paths, new)
         runs.append([first, *[a_round(chain(5, size), paths, new) for _ in range(i + 1)]])
     own = [b + i + 1 for i, size in enumerate(sizes) for b in range(size)]
-    assert measure(*runs).tau_rows == sum(own) / len(own)
+    metrics = measure(*runs)
+    assert metrics.tau_rows == sum(own) / len(own)
+    passes = [len(run) for run in runs]
+    assert metrics.n_target_passes == sum(passes)
+    emitted = sum(n * (b + i + 1) for i, n in enumerate(passes) for b in range(sizes[i]))
+    assert metrics.n_new_tokens == emitted
+    assert metrics.tau == emitted / sum(n * size for n, size in zip(passes, sizes, strict=True))
 
 
 @pytest.mark.parametrize("tree", [False, True])

@@ -63,7 +63,7 @@ def tokens_of(page: Page) -> list[str]:
 
 
 def test_well_formed_and_as_given() -> None:
-    """A tag left open, an unescaped quote that ends an attribute, the tokens in another order."""
+    """A tag left open, a text that reads as an entity, the tokens in another order."""
     page = Page(to_html([("A", TRACE)], "A & <B>", prompt="Say <i>\n"))
     assert [text for _, text in page.find("title")] == ["A & <B>"]
     assert [text for _, text in page.find("h1")] == ["A & <B>"]

@@ -194,7 +194,7 @@ def test_mask(parents: Sequence[int] | torch.Tensor) -> None:
 
 
 def test_mask_of_the_root_alone() -> None:
-    """An empty list, which torch takes for floats, or a table of no nodes."""
+    """A table of the nodes alone, which has no row for the root where there are no nodes."""
     assert len(elements(mask_svg([], ["the"]), "rect", "self")) == 1
 
 

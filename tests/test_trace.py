@@ -258,7 +258,7 @@ def test_visible(text: str, shown: str) -> None:
 
 
 ROUNDS = [
-    one_round("a b", [0, 1], "c"),
+    one_round("a \n", [0, 1], "c"),
     one_round("d", [0], "e"),
     one_round("", [], "\n"),
     one_round("f\ng", [0, 1], ""),
@@ -282,7 +282,7 @@ def test_to_terminal_in_colour() -> None:
 def test_to_terminal_without_colour() -> None:
     """Escape codes in a log file; refused tokens in the wrong place, or breaking the line."""
     found = to_terminal(trace(ROUNDS, decode), colour=False, refused=True)
-    assert found.split("\n\n")[0] == "a␣~b~[c]d{e}(⏎)\nf⏎"
+    assert found.split("\n\n")[0] == "a␣~⏎~[c]d{e}(⏎)\nf⏎"
     assert "accepted   [corrected]   {bonus}   (plain)   ~refused~\n" in found
     assert "\x1b" not in found
 

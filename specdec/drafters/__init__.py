@@ -2,6 +2,7 @@
 
 from .draft_model import DraftModel
 from .layerskip import LayerSkip
+from .medusa import Medusa, MedusaHeads
 from .prompt_lookup import PromptLookup
 
-__all__ = ["DraftModel", "LayerSkip", "PromptLookup"]
+__all__ = ["DraftModel", "LayerSkip", "Medusa", "MedusaHeads", "PromptLookup"]

@@ -92,7 +92,9 @@ class DraftModelState:
                 above = parents[-1] if is_tree else None
                 logits = self.config.model(levels[-1], self.cache, parents=above).logits
             assert logits is not None
-            tokens, q = self._pick(context, logits, depth, width)  # [B, M, k], [B, M, k, V]
+            tokens, q = context.rule.pick(
+                logits, context.lengths, depth, width, draw=self.config.draw
+            )  # [B, M, k], [B, M, k, V]
             n_above = tokens.shape[1]
             parent = (
                 torch.arange(first - n_above, first, device=tokens.device)
@@ -111,13 +113,6 @@ class DraftModelState:
             torch.cat(levels, dim=1)[:, :n_fed], None if tree is None else tree[:, :n_fed]
         )
         return Draft(torch.cat(levels, dim=1), tree, torch.cat(laws, dim=1) if laws else None)
-
-    def _pick(
-        self, context: Context, logits: Tensor, depth: int, width: int
-    ) -> tuple[Tensor, Tensor | None]:
-        if self.config.draw:
-            return context.rule.pick(logits, context.lengths, depth, width)
-        return logits.topk(width, dim=-1).indices, None
 
     def _catch_up(self, context: Context) -> Tensor:
         """Commit the pending nodes that came true, then what else the row holds.

@@ -85,8 +85,10 @@ class Enumerated:
         return Verdict(padded, torch.tensor([len(path)]), torch.tensor([token]))
 
     def pick(
-        self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1
+        self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1, *, draw: bool = True
     ) -> tuple[Tensor, Tensor | None]:
+        if not draw:
+            return logits.topk(k, dim=-1).indices, None
         q = self.law.log_probs(logits).exp()
         tokens = torch.zeros(1, q.shape[1], k, dtype=torch.long)
         for node in range(q.shape[1]):

@@ -100,7 +100,7 @@ def test_every_draft_is_that_of_a_fresh_state(rule, shape, swap) -> None:
     Losslessness is blind to it. Ragged rows with budgets of their own, partial acceptance, rows
     that end, and rounds in which a wrapper verified nothing or another drafter's nodes.
     """
-    plain = generate(TARGET, PROMPTS, max_new_tokens=26, rule=rule).sequences
+    plain = generate(TARGET, PROMPTS, max_new_tokens=19, rule=rule).sequences
     other = oracle(plain, n_right=lambda length: length % 3)
     swaps = {
         "none": lambda n, draft, context: draft,
@@ -108,8 +108,8 @@ def test_every_draft_is_that_of_a_fresh_state(rule, shape, swap) -> None:
         "another": lambda n, draft, context: draft if n % 2 else other(context),
     }
     drafter = Replaying(DraftModel(close_to_target(), **shape), swaps[swap])
-    generation = generate(TARGET, PROMPTS, drafter, max_new_tokens=[22, 9, 17], rule=rule)
-    assert drafter.n_rounds == len(generation.rounds) > 4
+    generation = generate(TARGET, PROMPTS, drafter, max_new_tokens=[15, 5, 11], rule=rule)
+    assert drafter.n_rounds == len(generation.rounds) > 3
     accepted = {int(n) for r in generation.rounds for n in r.n_accepted}
     assert len(accepted) > 1, "always or never accepted: nothing was tried"
     if not isinstance(rule, Rejection):
@@ -197,7 +197,7 @@ def test_declared_laws_are_those_the_nodes_were_drawn_from(shape) -> None:
             assert tokens[i] not in earlier
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [rule for rule in RULES if not isinstance(rule, Coupled)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_chosen_nodes_are_the_likeliest(rule, shape) -> None:
     """`draw=False` that draws all the same, or that declares a law it did not draw from."""

@@ -362,6 +362,8 @@ def test_call_errors_with_a_cache():
         model(FIVE, cache, resume=(1, states[:, :4]))
     with pytest.raises(ValueError, match=r"resume: .* at block 1, got 5 at block 2"):
         model(FIVE, cache, resume=(2, states))
+    with pytest.raises(ValueError, match=r"taps: a pass resumed at block 1 .*got \[0, 1\]"):
+        model(FIVE, cache, resume=(1, states), taps=(0, 1, 2, FINAL))
     assert cache.n_pending == 5
     model(FIVE, cache, resume=(1, states))
     with pytest.raises(ValueError, match="resume: expected the 5 pending nodes at block 3"):

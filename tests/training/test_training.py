@@ -198,7 +198,7 @@ def assert_same_weights(a: nn.Module, b: nn.Module) -> None:
 def test_an_interrupted_fit_goes_on_exactly(tmp_path, stop_at):
     """Stopped at its checkpoint or behind it, the second run gives the weights of an unbroken one.
 
-    Catches an optimizer state that is not kept, and a learning rate that is scheduled twice.
+    Catches an optimizer state that is not kept, and steps that are run twice or left out.
     """
     whole, history, _ = trained()
     assert [step for step, _ in history] == [4, 8, 10]
@@ -219,6 +219,23 @@ def test_a_finished_fit_is_read_and_not_run_again(tmp_path):
     assert again_history == history
     assert not again.training
     assert [file.name for file in tmp_path.iterdir()] == ["last.pt"]
+
+
+def test_rates_follow_the_schedule_also_after_a_break(tmp_path):
+    """Catches a rate that is scheduled on top of the last step's, or of a checkpoint's."""
+    module = Tiny()
+    both, seen = optimizers(module, 0.05, 0.02), []
+
+    def loss_of(step: int) -> Tensor:
+        seen.append([group["lr"] for each in both for group in each.param_groups])
+        return module.loss_of(step)
+
+    for n_steps in (4, 8):
+        fit(module, loss_of, both, n_steps, folder=tmp_path, warmup=2)
+        both = optimizers(module, 0.05, 0.02)
+    shares = [schedule(step, 4, 2) for step in range(4)]
+    shares += [schedule(step, 8, 2) for step in range(4, 8)]
+    assert seen == [pytest.approx([0.05 * share, 0.02 * share]) for share in shares]
 
 
 def test_a_fit_lowers_its_loss():
