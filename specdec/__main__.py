@@ -62,12 +62,15 @@ def main(argv: list[str] | None = None) -> None:
         )
     )
     if arguments.html:
+        shown = [(name, kind) for name, kind in runs if name != PLAIN]
         traces = [
-            (f"{name} on {kind}", trace(run.rounds, tokenizer.decode))
-            for (name, kind), run in runs.items()
-            if name != PLAIN
+            (f"{name} on {kind}", trace(runs[name, kind].rounds, tokenizer.decode))
+            for name, kind in shown
         ]
-        arguments.html.write_text(to_html(traces, title="specdec: who wrote which byte"))
+        texts = [bundle.prompts[kind][0] for _, kind in shown]
+        arguments.html.write_text(
+            to_html(traces, title="specdec: who wrote which byte", prompt=texts)
+        )
         print(f"wrote {arguments.html}")
     if arguments.json:
         arguments.json.write_text(json.dumps([record(row) for row in rows], indent=2) + "\n")
