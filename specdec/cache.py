@@ -146,17 +146,19 @@ class TreeCache:
 
     def append(self, n_new: int, parents: Tensor | None) -> None:
         """Add `n_new` pending nodes; `parents` [B, n_new] as in `Model.__call__`."""
-        n_old = self.n_pending
+        n_old, rows = self.n_pending, len(self.lengths)
+        if parents is not None and parents.shape != (rows, n_new):
+            raise ValueError(f"parents: expected [{rows}, {n_new}], got {list(parents.shape)}")
         if parents is None and self._parents is not None:
             last = torch.arange(n_old - 1, n_old + n_new - 1, device=self.lengths.device)
-            parents = last.expand(len(self.lengths), -1)
+            parents = last.expand(rows, -1)
         if parents is not None:
             old = self._parents
             if old is None:
-                old = torch.arange(-1, n_old - 1, device=self.lengths.device)
-                old = old.expand(len(self.lengths), -1)
-            self._parents = torch.cat([old, parents], dim=1)
-            self._ancestors = ancestors(self._parents)
+                old = torch.arange(-1, n_old - 1, device=self.lengths.device).expand(rows, -1)
+            parents = torch.cat([old, parents], dim=1)
+            self._ancestors = ancestors(parents)  # raises before anything has changed
+            self._parents = parents
         self.n_pending = n_old + n_new
         for store in self.stores:
             store.reserve(max(self._lengths) + self.n_pending)
@@ -196,14 +198,19 @@ class TreeCache:
         return mask.masked_fill_(~visible, -torch.inf).unsqueeze(1)
 
     def commit(self, path: Tensor, n: Tensor) -> None:
-        """Keep the first `n` [B] nodes of `path` [B, P] in every row; see `Cache.commit`."""
-        counts = n.tolist()
-        longest = max(counts, default=0)
-        if path.ndim != 2 or len(counts) != len(self._lengths) or len(path) != len(counts):
+        """Keep the first `n` [B] nodes of `path` [B, P] in every row; see `Cache.commit`.
+
+        That `path` is one, child below parent, is taken on trust: checking it would wait for the
+        device. Drafts are checked by the loop, before they are appended.
+        """
+        rows = len(self._lengths)
+        if path.ndim != 2 or len(path) != rows or n.shape != (rows,) or n.is_floating_point():
             raise ValueError(
-                f"path, n: expected [{len(self._lengths)}, P] and "
-                f"[{len(self._lengths)}], got {list(path.shape)} and {list(n.shape)}"
+                f"path, n: expected [{rows}, P] and whole numbers [{rows}], got "
+                f"{list(path.shape)} and {n.dtype} of {list(n.shape)}"
             )
+        counts = n.tolist()
+        longest = max(counts)
         if min(counts) < 0 or longest > min(path.shape[1], self.n_pending):
             raise ValueError(
                 f"n: expected 0..{min(path.shape[1], self.n_pending)} (nodes on the "

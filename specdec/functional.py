@@ -26,13 +26,20 @@ class RowCaches:
         self.n_pending = 0
 
     def commit(self, path: Tensor, n: Tensor) -> None:
+        if len(path) != len(self.rows) or n.shape != (len(self.rows),):
+            raise ValueError(
+                f"path, n: expected [{len(self.rows)}, P] and [{len(self.rows)}], got "
+                f"{list(path.shape)} and {list(n.shape)}"
+            )
         counts = n.tolist()
         if max(counts) > min(self.n_pending, path.shape[1]) or min(counts) < 0:
             raise ValueError(f"n: expected 0..{min(self.n_pending, path.shape[1])}, got {counts}")
         self.lengths = self.lengths + n
         for b, keep in enumerate(self.lengths.tolist()):
             cache = self.rows[b]
-            if cache is not None:
+            if not keep:
+                self.rows[b] = None
+            elif cache is not None:
                 self.rows[b] = [tuple(t[:, :, :keep] for t in layer) for layer in cache]
         self.n_pending = 0
 
@@ -78,12 +85,16 @@ class FunctionalModel:
                 "logits only; use a drafter that reads no hidden states"
             )
         if cache is None:
-            return Output(self.fn(tokens, None)[0])
+            cache = self.new_cache(len(tokens), tokens.shape[1])
         assert isinstance(cache, RowCaches)
-        rows = []
-        for b in range(len(tokens)):
-            row, cache.rows[b] = self.fn(tokens[b : b + 1], cache.rows[b])
-            rows.append(row)
+        results = [self.fn(tokens[b : b + 1], cache.rows[b]) for b in range(len(tokens))]
+        rows = [row for row, _ in results]
+        wanted = (1, tokens.shape[1], self.vocab_size)
+        if rows[0].shape != wanted:
+            raise ValueError(
+                f"fn: expected logits of shape {list(wanted)}, got {list(rows[0].shape)}"
+            )
+        cache.rows = [kept for _, kept in results]
         cache.n_pending += tokens.shape[1]
         return Output(torch.cat(rows) if logits else None)
 

@@ -378,10 +378,26 @@ def pending_cache(n: int = 3, exit_layer: int | None = None) -> TreeCache:
         ([[0, 1, 2, 0]] * 2, [4, 0], r"n: expected 0\.\.3 .*got \[4, 0\]"),
         ([[0, 1]] * 2, [3, 0], r"n: expected 0\.\.2 .*got \[3, 0\]"),
         ([[0, 1]] * 2, [1, -1], r"n: expected 0\.\.2 .*got \[1, -1\]"),
-        ([0, 1], [1, 1], r"path, n: expected \[2, P\] and \[2\], got \[2\] and \[2\]"),
-        ([[0]] * 3, [1, 1], r"path, n: expected \[2, P\] and \[2\], got \[3, 1\] and \[2\]"),
-        ([[0]] * 2, [1, 1, 1], r"path, n: expected \[2, P\] and \[2\], got \[2, 1\] and \[3\]"),
-        ([[0]] * 2, [], r"path, n: expected \[2, P\] and \[2\], got \[2, 1\] and \[0\]"),
+        (
+            [0, 1],
+            [1, 1],
+            r"path, n: .*numbers \[2\], got \[2\] and torch.int64 of \[2\]",
+        ),
+        (
+            [[0]] * 3,
+            [1, 1],
+            r"path, n: .*numbers \[2\], got \[3, 1\] and torch.int64 of \[2\]",
+        ),
+        (
+            [[0]] * 2,
+            [1, 1, 1],
+            r"path, n: .*numbers \[2\], got \[2, 1\] and torch.int64 of \[3\]",
+        ),
+        (
+            [[0]] * 2,
+            [],
+            r"path, n: .*numbers \[2\], got \[2, 1\] and torch.int64 of \[0\]",
+        ),
     ],
 )
 def test_commit_errors_name_the_argument(path, n, message):

@@ -149,3 +149,14 @@ def test_commit_errors_name_the_count(n):
     model(torch.tensor([[1, 2], [3, 4]]), cache)
     with pytest.raises(ValueError, match=r"n: expected 0\.\.2, got"):
         cache.commit(torch.tensor([[0, 1, 0]] * 2), torch.tensor(n))
+
+
+def test_logits_of_another_vocabulary_are_refused():
+    """Catches tokens that the declared vocabulary does not hold."""
+    model = from_functional(
+        lambda tokens, cache: (torch.zeros(1, tokens.shape[1], 20), []),
+        vocab_size=5,
+        max_position_embeddings=16,
+    )
+    with pytest.raises(ValueError, match=r"fn: expected logits of shape \[1, 1, 5\]"):
+        generate(model, torch.tensor([1]), max_new_tokens=2)

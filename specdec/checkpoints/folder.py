@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ..models import Transformer, TransformerConfig
@@ -28,9 +29,10 @@ def save_transformer(
         for name, tensor in model.state_dict().items()
         if not (name == "head.weight" and model.config.tie_word_embeddings)
     }
-    save_file(weights, folder / "model.safetensors")
     config = dataclasses.asdict(model.config) | {"training": dict(metadata or {})}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    text = json.dumps(config, indent=2) + "\n"  # before any file is written
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(text)
 
 
 def load_transformer(folder: Path | str, dtype: torch.dtype = torch.float32) -> Transformer:
@@ -42,11 +44,15 @@ def load_transformer(folder: Path | str, dtype: torch.dtype = torch.float32) -> 
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise ValueError(f"folder: expected {name} in {folder}, found no such file")
-    fields = json.loads((folder / "config.json").read_text())
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    model = Transformer(TransformerConfig(**{k: v for k, v in fields.items() if k in known}))
+    try:
+        fields = dict(json.loads((folder / "config.json").read_text()))
+        config = TransformerConfig(**{k: v for k, v in fields.items() if k in known})
+        weights = load_file(folder / "model.safetensors")
+    except (TypeError, ValueError, SafetensorError) as error:
+        raise ValueError(f"folder: {folder} cannot be read: {error}") from error
+    model = Transformer(config)
     model = model.to(dtype)  # before loading, so that float64 weights are not rounded on the way
-    weights = load_file(folder / "model.safetensors")
     if model.config.tie_word_embeddings and "embedding.weight" in weights:
         weights["head.weight"] = weights["embedding.weight"]
     expected = model.state_dict()

@@ -46,6 +46,13 @@ class TransformerConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        for name in ("num_key_value_heads", "head_dim"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1 or None, got {value}")
+        for name in ("rope_theta", "rms_norm_eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}: expected a positive number, got {getattr(self, name)}")
         if self.num_attention_heads % self.n_kv_heads:
             raise ValueError(
                 f"num_key_value_heads: expected a divisor of num_attention_heads "
@@ -147,6 +154,10 @@ class Transformer(nn.Module):
         return cos, sin
 
     def new_cache(self, batch_size: int, max_length: int) -> TreeCache:
+        if batch_size < 1 or max_length < 0:
+            raise ValueError(
+                f"batch_size, max_length: expected at least 1 and 0, got {batch_size}, {max_length}"
+            )
         c = self.config
         n_slots = max_length + 8  # a little room for pending nodes before the first growth
         keys_values = KVStore(
@@ -174,6 +185,7 @@ class Transformer(nn.Module):
     ) -> Output:
         self._check_call(tokens, cache, parents, taps, exit_layer, resume)
         new = tokens if resume is None else tokens[:, resume[1].shape[1] :]
+        x = self.embedding(new)  # [B, N, D]; a token out of range raises before the cache changes
         store, view, angles = None, None, None
         if cache is None:
             rotary = self.rotary(tokens.shape[1])
@@ -190,7 +202,6 @@ class Transformer(nn.Module):
             cache.depth_done = exit_layer or self.n_layers
             view = for_groups(cache.view(first), self.config.n_groups)
             rotary = angles.at(view)
-        x = self.embedding(new)  # [B, N, D]
         hidden = {0: x} if 0 in taps else {}
         for i, block in enumerate(self.blocks[:exit_layer]):
             if resume is not None and i == resume[0]:  # from here on the resumed nodes, too
@@ -220,9 +231,10 @@ class Transformer(nn.Module):
                 f"tokens: expected int64 of shape [B, N] with N >= 1, got "
                 f"{tokens.dtype} of shape {list(tokens.shape)}"
             )
-        wrong = [tap for tap in taps if tap != FINAL and not 0 <= tap <= self.n_layers]
+        depth = exit_layer if exit_layer is not None else self.n_layers
+        wrong = [tap for tap in taps if tap != FINAL and not 0 <= tap <= depth]
         if wrong:
-            raise ValueError(f"taps: expected 0..{self.n_layers} or FINAL (-1), got {wrong}")
+            raise ValueError(f"taps: expected 0..{depth} or FINAL (-1), got {wrong}")
         skipped = [] if resume is None else [tap for tap in taps if 0 <= tap <= resume[0]]
         if resume is not None and skipped:
             raise ValueError(
@@ -230,6 +242,11 @@ class Transformer(nn.Module):
             )
         if exit_layer is not None and not 1 <= exit_layer < self.n_layers:
             raise ValueError(f"exit_layer: expected 1..{self.n_layers - 1}, got {exit_layer}")
+        if resume is not None and depth <= resume[0]:
+            raise ValueError(
+                f"exit_layer: expected one above block {resume[0]}, where the pass resumes, "
+                f"got {exit_layer}"
+            )
         if cache is None:
             if parents is not None or resume is not None:
                 raise ValueError("parents, resume: a pass without a cache is a plain causal one")
@@ -239,10 +256,12 @@ class Transformer(nn.Module):
                     f"max_position_embeddings is {self.max_position_embeddings}"
                 )
             return
-        if not isinstance(cache, TreeCache) or len(cache.lengths) != len(tokens):
+        if not isinstance(cache, TreeCache):
+            raise ValueError(f"cache: expected one of new_cache, got {type(cache).__name__}")
+        if len(cache.lengths) != len(tokens) or cache.n_layers != self.n_layers:
             raise ValueError(
-                f"cache: expected one of new_cache({len(tokens)}, ...), got "
-                f"{type(cache).__name__} of {len(cache.lengths)} rows"
+                f"cache: expected {len(tokens)} rows and {self.n_layers} layers, got "
+                f"{len(cache.lengths)} rows and {cache.n_layers} layers"
             )
         done, depth = (0, cache.n_layers) if resume is None else (resume[1].shape[1], resume[0])
         if resume is not None and (done != cache.n_pending or depth != cache.depth_done):

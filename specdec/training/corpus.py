@@ -46,6 +46,8 @@ class Corpus:
         from run to run and from machine to machine.
         """
         folder = Path(folder)
+        if not folder.is_dir():
+            raise ValueError(f"folder: expected a folder of text, found none at {folder}")
         kept: dict[bool, list[bytes]] = {False: [], True: []}
         for file in sorted(folder.rglob("*")):
             relative = file.relative_to(folder)

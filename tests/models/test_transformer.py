@@ -351,7 +351,7 @@ def test_call_errors_name_the_argument(arguments, message):
 def test_call_errors_with_a_cache():
     """Catches a cache of other rows, and pending nodes that are resumed wrongly or not at all."""
     model, cache = tiny_transformer(), tiny_transformer().new_cache(2, 8)
-    with pytest.raises(ValueError, match=r"cache: expected one of new_cache\(1, .*of 2 rows"):
+    with pytest.raises(ValueError, match="cache: expected 1 rows and 3 layers, got 2 rows"):
         model(FIVE[:1], cache)
     states = model(FIVE, cache, taps=(1,), exit_layer=1).hidden[1]
     with pytest.raises(ValueError, match="cache: its pending nodes stop at block 1; resume"):
@@ -368,3 +368,24 @@ def test_call_errors_with_a_cache():
     model(FIVE, cache, resume=(1, states))
     with pytest.raises(ValueError, match="resume: expected the 5 pending nodes at block 3"):
         model(FIVE, cache, resume=(1, states))
+
+
+def test_a_refused_pass_leaves_the_cache_as_it_was():
+    """Catches phantom pending nodes behind an error: the next pass would hang below them."""
+    model = tiny_transformer()
+    cache = model.new_cache(1, 8)
+    states = model(FIVE[:1, :2], cache, taps=(2,), exit_layer=2).hidden[2]
+    for call, message in (
+        (lambda: model(FIVE[:1], cache, resume=(2, states), exit_layer=1), "exit_layer: expected"),
+        (lambda: model(FIVE[:1], cache, taps=(2,), exit_layer=1), "taps: expected 0..1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    cache.commit(FIVE[:1, :0], torch.zeros(1, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"parents: expected \[1, 2\], got \[1, 3\]"):
+        model(FIVE[:1, :2], cache, parents=torch.tensor([[-1, 0, 1]]))
+    with pytest.raises(IndexError):
+        model(torch.tensor([[10_000]]), cache)
+    with pytest.raises(ValueError, match="cache: expected one of new_cache, got object"):
+        model(FIVE[:1], object())
+    assert cache.n_pending == 0
