@@ -6,7 +6,7 @@ result = specdec.generate(target, prompt, drafters["draft model"], max_new_token
 
 from .accept import Coupled, Greedy, Rejection, Typical
 from .draft import Draft
-from .drafters import DraftModel, LayerSkip, Medusa, MedusaHeads, PromptLookup
+from .drafters import DraftModel, Eagle, LayerSkip, Medusa, MedusaHeads, PromptLookup
 from .functional import from_functional
 from .generate import Generation, Round, decode, generate
 from .load import Bundle, load
@@ -22,6 +22,7 @@ __all__ = [
     "Draft",
     "DraftModel",
     "Drafter",
+    "Eagle",
     "Generation",
     "Greedy",
     "LayerSkip",

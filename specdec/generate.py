@@ -250,7 +250,7 @@ class _Run:
         self.none_cut = torch.zeros_like(self.live)
         self.no_draft = Draft.empty(len(rows), device)
         self.steps = torch.arange(longest, device=device)
-        self.taps = () if drafter is None else tuple(drafter.taps)
+        self.taps = () if drafter is None else tuple(dict.fromkeys(drafter.taps))  # each once
         self.state = None if drafter is None else drafter.begin(target, len(rows), longest)
         self.cache = target.new_cache(len(rows), longest)
         self.started = False

@@ -2,11 +2,11 @@
 
 The path (0, 2) is the node below the likeliest child of the root that holds the third-likeliest
 token of its own depth. A tree is a list of such paths, closed under taking prefixes. The running
-example of `specdec.draft` in this notation::
+example of `specdec.draft` in this notation, with tokens that know their depth only::
 
     the ── cat (0) ─┬─ sat (0,0) ── on (0,0,0)
         │           └─ is  (0,1)
-        └─ dog (1) ─── ran (1,0) ── to (1,0,0)
+        └─ dog (1) ─── sat (1,0) ── on (1,0,0)
 
 Trees of Medusa (arXiv:2401.10774, sections 2.1.2 and 2.3.3); EAGLE-1 drafts into the same shapes.
 """

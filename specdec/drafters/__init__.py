@@ -1,8 +1,19 @@
 """One file a method: where its drafts come from, how it is trained, how it drafts."""
 
 from .draft_model import DraftModel
+from .eagle import Eagle1, Eagle3
+from .eagle_tree import Eagle
 from .layerskip import LayerSkip
 from .medusa import Medusa, MedusaHeads
 from .prompt_lookup import PromptLookup
 
-__all__ = ["DraftModel", "LayerSkip", "Medusa", "MedusaHeads", "PromptLookup"]
+__all__ = [
+    "DraftModel",
+    "Eagle",
+    "Eagle1",
+    "Eagle3",
+    "LayerSkip",
+    "Medusa",
+    "MedusaHeads",
+    "PromptLookup",
+]

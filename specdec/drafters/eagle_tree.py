@@ -1,0 +1,252 @@
+"""Drafting with an EAGLE layer: a chain, or the dynamic tree of EAGLE-2 (arXiv:2406.16858).
+
+A round drops the tree of the last one, appends the pairs (h_t, x_{t+1}) of what was emitted,
+commits them and grows a tree of pending nodes below, level by level: a node's input is the output
+at its parent and its own token.
+
+The value of a node is the product of the drafter's confidences along its path, kept as a sum of
+logs: the chance that the target accepts all of it, if the drafter knows itself. A level expands its
+most valuable nodes (expansion); of all candidates the most valuable are verified (re-ranking). A
+child is never worth more than its parent, so what is kept is a tree.
+
+Where we differ: ragged batches, and trees that are drawn. The confidence in a node's i-th child is
+the i-th largest probability after the node. For chosen children that is the child's own, as
+published. For drawn ones it is known before the draw, so that the same values settle which nodes
+are expanded and how many children each gets, and no drawn node is ever pruned: what `Rejection`
+asks of a drawn tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..cache import KVStore, TreeCache, everything
+from ..draft import Draft
+from ..models.layers import RotaryStore, for_groups
+from ..protocol import Context, Model
+from .eagle import Network
+
+_CHUNK = 512  # pairs of a prompt that the layer reads in one pass
+
+
+@dataclass(frozen=True)
+class Level:
+    """The candidates of one depth: children of M expanded nodes, siblings in order."""
+
+    tokens: Tensor
+    """[B, n] int64."""
+    above: Tensor
+    """[B, n] int64: which of the M expanded nodes is the parent."""
+    parents: Tensor
+    """[B, n] int64: the parent among the candidates of all levels, -1 for the root."""
+    value: Tensor
+    """[B, n] log of the confidences along the path, float32 or better."""
+    probs: Tensor | None
+    """[B, n, V] the law of each given its earlier siblings; None where they were chosen."""
+
+
+def ranked(value: Tensor, n: int) -> Tensor:
+    """Indices [B, min(n, N)] of the largest of `value` [B, N], largest first, the first of equals.
+
+    The order of equals matters: parents come before children and never have the smaller value.
+    """
+    return value.sort(dim=1, descending=True, stable=True).indices[:, :n]
+
+
+def select(values: Tensor, index: Tensor) -> Tensor:
+    """`values` [B, N, ...] at `index` [B, M] -> [B, M, ...]."""
+    index = index.reshape(*index.shape, *[1] * (values.ndim - 2))
+    return values.gather(1, index.expand(-1, -1, *values.shape[2:]))
+
+
+def children(
+    logits: Tensor, tokens: Tensor, probs: Tensor | None, value: Tensor, at: Tensor, limit: int
+) -> Level:
+    """The level below M expanded nodes, which are worth `value` [B, M].
+
+    `logits` [B, M, V] the drafter's after each of them, `tokens` [B, M, k] its children as the rule
+    picked them, `probs` [B, M, k, V] their laws if they were drawn, `at` [B, M] the expanded nodes'
+    places among all candidates. Of drawn children only `limit` are kept in a row: those worth most
+    by rank, which are the first ones of every parent.
+    """
+    batch, n_above, k = tokens.shape
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    confidence = logits.to(exact).log_softmax(dim=-1).topk(k, dim=-1).values
+    value = (value.unsqueeze(-1) + confidence).flatten(1)  # [B, M * k]
+    above = torch.arange(n_above, device=tokens.device).repeat_interleave(k).expand(batch, -1)
+    tokens = tokens.flatten(1)
+    if probs is not None:
+        kept = ranked(value, limit).sort(dim=1).values
+        value, above, tokens = (select(x, kept) for x in (value, above, tokens))
+        probs = select(probs.flatten(1, 2), kept)  # [B, n, V]
+    return Level(tokens, above, at.gather(1, above), value, probs)
+
+
+def join(levels: Sequence[Level], n_nodes: int, deepest: Tensor) -> Draft:
+    """The draft of all levels; of chosen candidates the `n_nodes` most valuable (re-ranking).
+
+    `deepest` [B]: nodes below that depth are unused and cost no other node its place.
+    """
+    tokens = torch.cat([level.tokens for level in levels], dim=1)  # [B, C]
+    parents = torch.cat([level.parents for level in levels], dim=1)
+    value = torch.cat([level.value for level in levels], dim=1)
+    counts = torch.tensor([level.tokens.shape[1] for level in levels], device=tokens.device)
+    depth = torch.arange(1, len(levels) + 1, device=tokens.device).repeat_interleave(counts)
+    used = depth <= deepest.unsqueeze(1)
+    laws = [level.probs for level in levels if level.probs is not None]
+    if laws:
+        return Draft(tokens, parents, torch.cat(laws, dim=1), used)
+    if n_nodes >= tokens.shape[1]:
+        return Draft(tokens, parents, None, used)
+    kept = ranked(value.masked_fill(~used, -torch.inf), n_nodes).sort(dim=1).values
+    place = torch.full_like(tokens, -1)
+    place.scatter_(1, kept, torch.arange(n_nodes, device=kept.device).expand_as(kept))
+    parents = select(parents, kept)
+    parents = torch.where(parents < 0, -1, place.gather(1, parents.clamp(min=0)))
+    return Draft(select(tokens, kept), parents, None, select(used, kept))
+
+
+class Eagle:
+    """Drafts with an EAGLE layer: a chain, or EAGLE-2's dynamic tree.
+
+    Args:
+        network: an `Eagle1` (EAGLE-1 and -2) or `Eagle3`.
+        n_drafts: depth of the draft.
+        top_k: children a node may get and nodes expanded per level; 1 is a chain.
+        n_nodes: most nodes of a tree. Chosen nodes are re-ranked to this number over all levels;
+            drawn ones get n_nodes / n_drafts a level, settled before the draw.
+        draw: under `Rejection`, draw the nodes (without replacement) and declare their law q; False
+            chooses the likeliest instead, a one-hot q. Other rules always choose.
+
+    Raises:
+        ValueError: for counts that do not fit; at `begin` for a target of another width,
+            vocabulary, dtype or device, without the taps, or for a run beyond the layer's window.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        n_drafts: int = 4,
+        *,
+        top_k: int = 1,
+        n_nodes: int = 60,
+        draw: bool = True,
+    ) -> None:
+        if n_drafts < 1:
+            raise ValueError(f"n_drafts: expected at least 1, got {n_drafts}")
+        if not 1 <= top_k <= network.n_tokens:
+            raise ValueError(f"top_k: expected 1..{network.n_tokens} (tokens), got {top_k}")
+        if n_nodes < n_drafts:
+            raise ValueError(f"n_nodes: expected at least n_drafts={n_drafts}, got {n_nodes}")
+        self.network, self.n_drafts, self.top_k = network, n_drafts, top_k
+        self.n_nodes, self.draw = n_nodes, draw
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.network.taps
+
+    def begin(self, target: Model, batch_size: int, max_length: int) -> EagleState:
+        check_fits(self.network, target)
+        window = self.network.config.max_position_embeddings
+        if max_length > window:
+            raise ValueError(
+                f"network: its max_position_embeddings={window} is below the run's "
+                f"{max_length} tokens"
+            )
+        return EagleState(self, target, batch_size, max_length)
+
+
+class EagleState:
+    def __init__(self, config: Eagle, target: Model, batch_size: int, max_length: int) -> None:
+        self.config, self.target, self.network = config, target, config.network
+        c, dtype, device = self.network.config, target.dtype, target.device
+        n_slots = max_length + 8
+        self.store = KVStore(1, batch_size, c.n_kv_heads, c.head_size, n_slots, dtype, device)
+        self.angles = RotaryStore(c.head_size, c.rope_theta, n_slots, dtype, device)
+        self.cache = TreeCache(batch_size, [self.store, self.angles], 1, dtype, device)
+
+    def propose(self, context: Context) -> Draft:
+        c, batch, device = self.config, len(context.lengths), context.tokens.device
+        n_levels = min(c.n_drafts, context.max_depth)
+        if not n_levels or not context.new_tokens.shape[1]:  # the last round, or no pair in any row
+            return Draft.empty(batch, device)
+        features = self._append(context)  # [B, 1, D]
+        value = torch.zeros(batch, 1, device=device)
+        at = torch.full((batch, 1), -1, device=device)  # the expanded nodes' places in the tree
+        levels: list[Level] = []
+        n_before = 0
+        for depth in range(n_levels):
+            logits = self.network.logits(features, self.target)  # [B, M, V]
+            tokens, q = context.rule.pick(
+                logits, context.lengths, depth, c.top_k, draw=c.draw
+            )  # [B, M, k], [B, M, k, V]
+            level = children(logits, tokens, q, value, at, c.n_nodes // c.n_drafts)
+            levels.append(level)
+            if depth + 1 < n_levels:
+                expanded = ranked(level.value, c.top_k)  # [B, M]
+                value, at = select(level.value, expanded), expanded + n_before
+                n_before += level.tokens.shape[1]
+                above = select(level.above, expanded)
+                # the nodes expanded last are the last pending ones; the root is the committed end
+                parents = self.cache.n_pending - features.shape[1] + above
+                features = self._run(
+                    select(features, above),
+                    select(level.tokens, expanded),
+                    None if c.top_k == 1 else parents,
+                )
+        deepest = torch.where(self.cache.lengths > 0, context.depth_left, 0)
+        draft = join(levels, c.n_nodes, deepest)
+        if c.top_k > 1:
+            return draft
+        return Draft(draft.tokens, None, draft.probs, draft.used)
+
+    def _append(self, context: Context) -> Tensor:
+        """Drop the grown tree and commit the new pairs; returns the last one's output [B, 1, D]."""
+        n_new = context.n_new
+        self.cache.commit(context.new_tokens[:, :0], torch.zeros_like(n_new))
+        features, outputs = self.network.fuse(context.hidden), []
+        for start in range(0, features.shape[1], _CHUNK):
+            piece = slice(start, start + _CHUNK)
+            outputs.append(self._run(features[:, piece], context.new_tokens[:, piece], None))
+            path, whole = everything(outputs[-1].shape[1], len(n_new), n_new.device)
+            self.cache.commit(path, torch.minimum((n_new - start).clamp(min=0), whole))
+        if bool((self.cache.lengths != context.lengths - 1).any()):
+            raise ValueError(
+                f"context.new_tokens: expected all pairs since the last call, but "
+                f"{self.cache.lengths.tolist()} were seen of rows of {context.lengths.tolist()} "
+                f"tokens; call propose in every round"
+            )
+        return select(torch.cat(outputs, dim=1), (n_new - 1).clamp(min=0).unsqueeze(1))
+
+    def _run(self, features: Tensor, tokens: Tensor, parents: Tensor | None) -> Tensor:
+        """Append pending nodes with features [B, N, D] and tokens [B, N]; returns [B, N, D]."""
+        first = self.cache.n_pending
+        self.cache.append(tokens.shape[1], parents)
+        view = for_groups(self.cache.view(first), self.network.config.n_groups)
+        embeddings = self.target.embedding(tokens)
+        return self.network(features, embeddings, self.angles.at(view), self.store, view)
+
+
+def check_fits(network: Network, target: Model) -> None:
+    """Raise a ValueError that names what of `network` does not fit `target`."""
+    c = network.config
+    if (c.vocab_size, c.hidden_size) != (target.vocab_size, target.hidden_size):
+        raise ValueError(
+            f"network: made for a vocabulary of {c.vocab_size} and width {c.hidden_size}, but the "
+            f"target has {target.vocab_size} and {target.hidden_size}"
+        )
+    wrong = [tap for tap in network.taps if tap > target.n_layers]
+    if wrong:
+        raise ValueError(
+            f"network: reads the taps {list(network.taps)}, but the target has 0..{target.n_layers}"
+        )
+    weight = network.fc.weight
+    if (weight.dtype, weight.device) != (target.dtype, target.device):
+        raise ValueError(
+            f"network: {weight.dtype} on {weight.device}, but the target is {target.dtype} on "
+            f"{target.device}; convert one with .to()"
+        )
