@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from specdec import Context, Draft, Model, generate, load
-from specdec.testing import LosslessError, check_lossless
-from specdec.testing.lossless import check_law
+from specdec.testing import LosslessError, check_law, check_lossless
 
 bundle = load("tiny")
 target, tokenizer = bundle.target.double(), bundle.tokenizer  # equality is proven in float64

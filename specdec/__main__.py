@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from . import __version__
 from .benchmark import PLAIN, Costs, Row, calibrate, compare_drafters
@@ -38,9 +37,15 @@ def main(argv: list[str] | None = None) -> None:
         f"specdec {__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads; "
         f"target: {parameters(target):,} parameters, bytes as tokens"
     )
-    with tqdm(total=1, desc="calibrating", leave=False) as bar:
-        costs = calibrate(target, bundle.drafters, [tokenizer.encode(t) for t in CALIBRATION])
-        bar.update()
+    longest = max(len(prompt) for rows in prompts.values() for prompt in rows)
+    if longest + arguments.tokens > target.max_position_embeddings:
+        raise SystemExit(
+            f"--tokens: expected at most {target.max_position_embeddings - longest}, "
+            f"got {arguments.tokens}"
+        )
+    costs = calibrate(
+        target, bundle.drafters, [tokenizer.encode(t) for t in CALIBRATION], progress=True
+    )
     rows, runs = compare_drafters(
         target,
         bundle.drafters,
@@ -83,7 +88,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--bundle", default="tiny", help="which embedded models (default: tiny)")
+    parser.add_argument(
+        "--bundle", default="tiny", choices=["tiny"], help="which embedded models (default: tiny)"
+    )
     parser.add_argument("--all", action="store_true", help="all prompts, not one of each kind")
     parser.add_argument("--tokens", type=int, default=64, help="new bytes per prompt (default: 64)")
     parser.add_argument("--repeats", type=int, default=3, help="repetitions (default: 3)")
@@ -91,13 +98,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the traces as one page")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
     arguments = parser.parse_args(argv)
-    for name in ("tokens", "repeats"):
-        if getattr(arguments, name) < 1:
+    for name in ("tokens", "repeats", "threads"):
+        if (getattr(arguments, name) is not None) and getattr(arguments, name) < 1:
             parser.error(f"--{name}: expected at least 1, got {getattr(arguments, name)}")
     for name in ("html", "json"):  # before a minute of work, not after it
         file = getattr(arguments, name)
-        if file and not file.absolute().parent.is_dir():
-            parser.error(f"--{name}: no folder {file.absolute().parent}")
+        if file and (file.is_dir() or not file.absolute().parent.is_dir()):
+            parser.error(f"--{name}: expected a file in an existing folder, got {file}")
     return arguments
 
 

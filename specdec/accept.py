@@ -185,6 +185,9 @@ def _check_sampling(temperature: float, top_k: int | None, top_p: float, min_p: 
 def _check_seed(seed: int | Sequence[int], batch_size: int) -> None:
     if not isinstance(seed, int) and len(seed) != batch_size:
         raise ValueError(f"seed: expected one int, or one per row ({batch_size}), got {len(seed)}")
+    rows = [_row_seed(seed, row) for row in range(batch_size)]
+    if not all(isinstance(row, int) and -(2**63) <= row < 2**63 for row in rows):
+        raise ValueError(f"seed: expected ints of 64 bits, got {seed}")
 
 
 def _row_seed(seed: int | Sequence[int], row: int) -> int:

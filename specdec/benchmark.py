@@ -119,15 +119,15 @@ def calibrate(
     drafters: Mapping[str, Drafter],
     prompts: Sequence[Tensor],
     max_new_tokens: int = 48,
+    *,
+    progress: bool = False,
 ) -> dict[str, Costs]:
     """Costs of every drafter, from decoding prompts that no result is reported on."""
     runs: dict[str, list[Round]] = {name: [] for name in (PLAIN, *drafters)}
-    for _ in range(2):
-        for prompt in prompts:
-            for name in runs:
-                runs[name] += generate(
-                    target, prompt, drafters.get(name), max_new_tokens=max_new_tokens
-                ).rounds
+    cases = [(prompt, name) for _ in range(2) for prompt in prompts for name in runs]
+    for prompt, name in tqdm(cases, desc="calibrating", disable=not progress, leave=False):
+        run = generate(target, prompt, drafters.get(name), max_new_tokens=max_new_tokens)
+        runs[name] += run.rounds
     widest = max((r.draft.n_nodes for rounds in runs.values() for r in rounds), default=0)
     sizes = sorted({1, 2, 3, 5, 9, widest + 1} - set(range(widest + 2, 10)))
     context = round(statistics.fmean(len(prompt) for prompt in prompts)) + max_new_tokens // 2

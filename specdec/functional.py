@@ -94,6 +94,12 @@ class FunctionalModel:
             raise ValueError(
                 f"fn: expected logits of shape {list(wanted)}, got {list(rows[0].shape)}"
             )
+        have = [int(n) + cache.n_pending + tokens.shape[1] for n in cache.lengths]
+        for n, (_, kept) in zip(have, results, strict=True):
+            if kept is None or any(t.ndim < 3 or t.shape[2] != n for layer in kept for t in layer):
+                raise ValueError(
+                    f"fn: expected a kv_cache of {n} tokens in dimension 2 of every tensor"
+                )
         cache.rows = [kept for _, kept in results]
         cache.n_pending += tokens.shape[1]
         return Output(torch.cat(rows) if logits else None)

@@ -13,6 +13,7 @@ budget, exactly where plain decoding ends. Plain decoding is this loop without a
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -138,14 +139,12 @@ def decode(
 
     Raises:
         ValueError: for arguments that do not fit, when called and not at the first round.
-        FloatingPointError: when the target's logits hold a NaN.
+        FloatingPointError: when the target's logits hold a NaN, or nothing to pick from.
         Whatever the drafter raises comes through as it is.
     """
     rule = Greedy() if rule is None else rule
     rows = [prompts] if isinstance(prompts, Tensor) else list(prompts)
-    if isinstance(stop_tokens, int):
-        raise ValueError(f"stop_tokens: expected a collection of ids, got the int {stop_tokens}")
-    stops = frozenset(int(stop) for stop in stop_tokens)
+    stops = frozenset(_whole("stop_tokens", stop_tokens))
     budgets = _validate(target, rows, max_new_tokens, rule, stops, prefill_chunk)
     run = _Run(target, rows, drafter, budgets, rule, stops, prefill_chunk)
 
@@ -181,13 +180,13 @@ def _validate(
             raise ValueError(
                 f"prompts[{b}]: expected ids in [0, {target.vocab_size}), got {low}..{high}"
             )
-    budgets = (
-        [max_new_tokens] * len(rows) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    )
+    if not isinstance(max_new_tokens, Iterable):
+        max_new_tokens = [max_new_tokens] * len(rows)
+    budgets = _whole("max_new_tokens", max_new_tokens)
     if len(budgets) != len(rows) or min(budgets) < 1:
         raise ValueError(
             f"max_new_tokens: expected a number >= 1, or one per prompt "
-            f"({len(rows)}), got {max_new_tokens}"
+            f"({len(rows)}), got {budgets}"
         )
     for b, (prompt, budget) in enumerate(zip(rows, budgets, strict=True)):
         if len(prompt) + budget > target.max_position_embeddings:
@@ -282,7 +281,7 @@ class _Run:
         seconds_verify = clock.lap()
 
         assert output.logits is not None
-        _check_finite(output.logits)
+        _check_logits(output.logits)
         verdict = self.rule.accept(draft, output.logits, self.lengths)
         emitted, kept, cut = self._cut(draft, verdict.path, verdict.n_accepted, verdict.next_token)
         seconds_accept = clock.lap()
@@ -417,13 +416,23 @@ class _Run:
         return new
 
 
-def _check_finite(logits: Tensor) -> None:
-    if math.isnan(float(logits.sum())) and bool(logits.isnan().any()):
-        b, i = logits.isnan().any(dim=-1).nonzero()[0].tolist()
+def _check_logits(logits: Tensor) -> None:
+    """Raise where no token can be picked: a NaN, a +inf, or nothing but -inf."""
+    top = logits.amax(dim=-1)  # NaN propagates
+    if not math.isfinite(float(top.sum())) and not bool(top.isfinite().all()):
+        b, i = (~top.isfinite()).nonzero()[0].tolist()
         raise FloatingPointError(
-            f"logits: the target returned NaN in row {b}, after the "
-            f"{'root' if i == 0 else f'draft node {i - 1}'}"
+            f"logits: the target returned {'NaN' if top[b, i].isnan() else 'infinities'} in row "
+            f"{b}, after the {'root' if i == 0 else f'draft node {i - 1}'}"
         )
+
+
+def _whole(name: str, values: Iterable[int]) -> list[int]:
+    """`values` as ints; a ValueError names the argument."""
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError:
+        raise ValueError(f"{name}: expected whole numbers, got {values!r}") from None
 
 
 def _rows(states: Tensor, nodes: Tensor) -> Tensor:

@@ -386,6 +386,19 @@ def test_a_row_alone_decides_as_in_its_batch(make, seed, is_chain) -> None:
         assert q is None or q_alone.equal(q[row])
 
 
+@pytest.mark.parametrize("make", [Coupled, Rejection, Typical])
+def test_row_b_draws_from_seed_plus_b(make) -> None:
+    """Rows that share their noise, so that equal prompts give equal texts."""
+    logits = torch.randn(20, generator=torch.Generator().manual_seed(2)).expand(40, 1, -1)
+    lengths = torch.full((40,), 6)
+    drawn = make(seed=5).accept(Draft.empty(40), logits, lengths).next_token
+    listed = make(seed=list(range(5, 45))).accept(Draft.empty(40), logits, lengths).next_token
+    assert drawn.equal(listed)
+    assert len(drawn.unique()) > 1
+    assert make(seed=5).for_row(3) == make(seed=8)
+    assert make(seed=[2, 4]).for_row(1) == make(seed=4)
+
+
 @pytest.mark.parametrize("rule", PLAIN_RULES)
 def test_scores_are_what_the_next_token_maximises(rule) -> None:
     """Scores that belong to another token's noise: a near-tie report about the wrong position."""
@@ -437,16 +450,17 @@ def test_coupled_draws_from_p() -> None:
         (0.45, 0.9, {0}),  # 0.321
     ],
 )
-def test_typical_threshold_by_hand(epsilon, delta, typical) -> None:
-    """max in place of min, exp(H) in place of exp(-H), and >= where the next token is drawn."""
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
+def test_typical_threshold_by_hand(epsilon, delta, typical, temperature) -> None:
+    """max in place of min, exp(H) in place of exp(-H), or the law before the temperature."""
     p, n = law(0.5, 0.3, 0.2), 20_000
-    rule = Typical(epsilon, delta, temperature=1.0, seed=1)
+    rule, logits = Typical(epsilon, delta, temperature, seed=1), temperature * p.log()
     draft = Draft(torch.arange(3).unsqueeze(1))
-    verdict = rule.accept(draft, p.log().expand(3, 2, -1), torch.tensor([1, 1, 1]))
+    verdict = rule.accept(draft, logits.expand(3, 2, -1), torch.tensor([1, 1, 1]))
     assert {x for x in range(3) if verdict.n_accepted[x]} == typical
 
     passing = torch.tensor([x in typical for x in range(3)])
-    verdict = rule.accept(Draft.empty(n), p.log().expand(n, 1, -1), torch.arange(1, n + 1))
+    verdict = rule.accept(Draft.empty(n), logits.expand(n, 1, -1), torch.arange(1, n + 1))
     cut = torch.where(passing, p, 0.0)
     assert set(verdict.next_token.tolist()) == typical
     if len(typical) > 1:  # n = 20,000, level 1e-8
@@ -465,6 +479,9 @@ def test_typical_takes_the_longest_path_then_the_likeliest() -> None:
     assert outcome(rule.accept(longer, p.log().expand(1, 4, -1), lengths))[0] == [0, 2]
     both = Draft(torch.tensor([[0, 1, 2, 2, 0]]), torch.tensor([[-1, -1, 0, 1, 1]]))
     assert outcome(rule.accept(both, p.log().expand(1, 6, -1), lengths))[0] == [1, 4]
+    # the whole path counts: 1 then 2 (0.45 * 0.25) is likelier than 0 then 0 (0.3 * 0.3)
+    pair = Draft(torch.tensor([[0, 1, 0, 2]]), torch.tensor([[-1, -1, 0, 1]]))
+    assert outcome(rule.accept(pair, p.log().expand(1, 5, -1), lengths))[0] == [1, 3]
 
 
 @pytest.mark.parametrize("name", ["medusa_tree", "medusa_tree_63"])

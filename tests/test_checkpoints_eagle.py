@@ -1,5 +1,6 @@
 """Published EAGLE folders: read as they are, equal to the published code, refused where unfit."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -138,8 +139,9 @@ CONFIG = TransformerConfig(11, 16, 24, 1, 4, 2, rope_theta=500.0, max_position_e
         Eagle1(CONFIG, bias=False),
         Eagle3(CONFIG, (0, 3, FINAL)),
         Eagle3(CONFIG, (1, 2), torch.tensor([0, 4, 5, 10])),
+        Eagle3(dataclasses.replace(CONFIG, qk_norm=True, head_dim=6), (1,)),
     ],
-    ids=["eagle1", "eagle1 without bias", "eagle3", "eagle3 reduced"],
+    ids=["eagle1", "eagle1 without bias", "eagle3", "eagle3 reduced", "eagle3 with q/k norm"],
 )
 def test_round_trip(tmp_path, network):
     """Catches a weight, field or tap that is lost, or joined in another order than split."""
@@ -187,7 +189,13 @@ def change(tmp_path: Path, name: str, fields: dict | None = None, weights: dict 
         ("eagle1", {"rope_scaling": {"type": "linear", "factor": 2}}, {}, "rope_scaling='linear'"),
         ("eagle3", {"target_hidden_size": 64}, {}, "target_hidden_size=64; expected 32"),
         ("eagle3", {"norm_before_residual": True}, {}, "norm_before_residual=True"),
-        ("eagle3", {"eagle_config": {}}, {}, "pass taps"),
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}, {}, "pass taps"),
+        (
+            "eagle3",
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}},
+            {},
+            "pass taps",
+        ),
         ("eagle3", {"taps": [1, 2]}, {}, r"do not fit its config: \['fc.weight'\]"),
         ("eagle3", {"taps": [1, 2, 9]}, {}, r"taps \[1, 2, 9\], but the target has 0\.\.8"),
         ("eagle1", {}, {"fc.weight": None}, "holds no EAGLE layer"),

@@ -599,3 +599,31 @@ def test_a_rule_of_one_s_own() -> None:
 
     generation = generate(TARGET, ids, DRAWN_CHAIN, max_new_tokens=3, rule=Never())
     assert generation.new_tokens[0].tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+def test_logits_nothing_can_be_picked_from_are_refused(value) -> None:
+    """Token 0 for ever, from a target that overflowed."""
+
+    class Broken(type(TARGET)):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            return Output(torch.full_like(output.logits, value), output.hidden)
+
+    broken = Broken(TARGET.config).double()
+    with pytest.raises(FloatingPointError, match="infinities in row 0, after the root"):
+        generate(broken, PROMPTS[0][:1], max_new_tokens=2, rule=RULE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_new_tokens": 2.5}, "max_new_tokens: expected whole numbers"),
+        ({"stop_tokens": [1.5]}, "stop_tokens: expected whole numbers"),
+        ({"rule": Rejection(seed=2**63)}, "seed: expected ints of 64 bits"),
+    ],
+)
+def test_numbers_of_the_wrong_kind_are_named(changes, message) -> None:
+    """A bare TypeError from somewhere inside."""
+    with pytest.raises(ValueError, match=message):
+        generate(TARGET, PROMPTS[0], **{"max_new_tokens": 2, **changes})

@@ -23,24 +23,30 @@ from ..protocol import Model
 # our name -> the published ones, joined row by row
 _LAYER = {
     "attention.qkv.weight": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
+    "attention.q_norm.weight": ("self_attn.q_norm.weight",),
+    "attention.k_norm.weight": ("self_attn.k_norm.weight",),
     "attention.out.weight": ("self_attn.o_proj.weight",),
+    "norm_embedding.weight": ("input_layernorm.weight",),
+    "norm_feature.weight": ("hidden_norm.weight",),
     "norm_mlp.weight": ("post_attention_layernorm.weight",),
     "mlp.gate_up.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.down.weight": ("mlp.down_proj.weight",),
 }
-_LAYER_3 = _LAYER | {
-    "norm_embedding.weight": ("input_layernorm.weight",),
-    "norm_feature.weight": ("hidden_norm.weight",),
-}
-_EAGLE1 = {ours: tuple(f"layers.0.{name}" for name in names) for ours, names in _LAYER.items()}
-_EAGLE3 = {ours: tuple(f"midlayer.{name}" for name in names) for ours, names in _LAYER_3.items()}
-_EAGLE1 |= {"fc.weight": ("fc.weight",)}
-_EAGLE3 |= {
+_OUTSIDE = {
     "fc.weight": ("fc.weight",),
+    "fc.bias": ("fc.bias",),
     "norm.weight": ("norm.weight",),
     "head.weight": ("lm_head.weight",),
 }
-_BIAS = {"fc.bias": ("fc.bias",)}
+
+
+def _published(network: Network) -> dict[str, tuple[str, ...]]:
+    """Our name of every weight of `network` -> the published ones."""
+    prefix = "midlayer" if isinstance(network, Eagle3) else "layers.0"
+    known = _OUTSIDE | {
+        ours: tuple(f"{prefix}.{name}" for name in names) for ours, names in _LAYER.items()
+    }
+    return {name: known[name] for name, _ in network.named_parameters()}
 
 
 def eagle_version(names: Iterable[str]) -> int | None:
@@ -74,10 +80,7 @@ def load_eagle(folder: Path | str, target: Model, *, taps: Sequence[int] | None 
     _check_embeddings(weights.pop("embed_tokens.weight", None), target)
     for name in [name for name in weights if name.endswith("rotary_emb.inv_freq")]:
         del weights[name]
-    published = _EAGLE3 if version == 3 else _EAGLE1
-    if "fc.bias" in network.state_dict():
-        published = published | _BIAS
-    state = _join(folder, published, weights, network)
+    state = _join(folder, weights, network)
     network.load_state_dict(state, strict=False)  # draft_ids are in place already
     return network.eval().requires_grad_(False)
 
@@ -92,13 +95,11 @@ def save_eagle(
     """Write a layer in the published layout; `metadata` goes into config.json under `training`."""
     folder, c = Path(folder), network.config
     folder.mkdir(parents=True, exist_ok=True)
-    state = network.state_dict()
-    ids = state.pop("draft_ids", None)
-    published, name = _EAGLE1 | _BIAS, "LlamaForCausalLMEagle"
-    if isinstance(network, Eagle3):
-        published, name = _EAGLE3, "LlamaForCausalLMEagle3"
+    published = _published(network)
     weights: dict[str, Tensor] = {}
-    for ours, tensor in state.items():
+    for ours, tensor in network.state_dict().items():
+        if ours == "draft_ids":
+            continue
         names = published[ours]
         sizes = [len(tensor) // len(names)] * len(names)
         if ours == "attention.qkv.weight":
@@ -106,7 +107,7 @@ def save_eagle(
         for theirs, part in zip(names, tensor.split(sizes), strict=True):
             weights[theirs] = part.to(dtype or part.dtype).contiguous()
     fields: dict[str, object] = {
-        "architectures": [name],
+        "architectures": [f"LlamaForCausalLMEagle{'3' if isinstance(network, Eagle3) else ''}"],
         "model_type": "llama",
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,
@@ -122,6 +123,7 @@ def save_eagle(
     }
     if isinstance(network, Eagle3):
         fields |= {"draft_vocab_size": network.n_tokens, "taps": list(network.taps)}
+        ids = network.draft_ids
         if ids is not None:
             known = torch.zeros(c.vocab_size, dtype=torch.bool, device=ids.device)
             weights["d2t"] = ids - torch.arange(len(ids), device=ids.device)
@@ -179,16 +181,17 @@ def _network(
         fields.get("rms_norm_eps", 1e-6),
         theta or 10000.0,
         fields.get("max_position_embeddings", 2048),
+        qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in weights),
     )
     if version == 1:
         return Eagle1(config, bias="fc.bias" in weights)
     if taps is None:
         taps = fields.get("taps")
-    named = {"eagle_config", "eagle_aux_hidden_state_layer_ids"} & fields.keys()
-    if taps is None and named:
+    key = "eagle_aux_hidden_state_layer_ids"
+    if taps is None and (key in fields or key in (fields.get("eagle_config") or {})):
         raise ValueError(
-            f"taps: config.json names layers under {sorted(named)}, which some write as inputs and "
-            f"some as outputs of blocks; pass taps (tap i is the output of block i, 1 the first)"
+            f"taps: config.json has {key}, which some write as inputs and some as outputs of "
+            f"blocks; pass taps (tap i is the output of block i, counted from 1)"
         )
     d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
     ids = None
@@ -215,13 +218,9 @@ def _check_embeddings(published: Tensor | None, target: Model) -> None:
         )
 
 
-def _join(
-    folder: Path,
-    published: Mapping[str, tuple[str, ...]],
-    weights: Mapping[str, Tensor],
-    network: Network,
-) -> dict[str, Tensor]:
+def _join(folder: Path, weights: Mapping[str, Tensor], network: Network) -> dict[str, Tensor]:
     """The published weights under our names; a ValueError tells which do not fit."""
+    published = _published(network)
     expected = {name for names in published.values() for name in names}
     wrong = sorted(expected ^ weights.keys())
     state, shapes = {}, network.state_dict()

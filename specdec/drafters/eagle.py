@@ -3,15 +3,15 @@
 EAGLE-1 (Li et al., arXiv:2401.15077): from the target's last hidden state h_t (its *feature*) and
 the token x_{t+1} drawn from it, one layer predicts h_{t+1}; the target's own head turns that into
 x_{t+2}. Fed its own predictions, the layer drafts on. EAGLE-2 (arXiv:2406.16858) is the same layer
-with a tree that grows where it is sure. EAGLE-3 (arXiv:2503.01840) fuses hidden
-states from low, middle and high in the target, has a head of its own, often over fewer tokens, is
-no longer asked to predict features, and is trained on its own outputs several steps deep.
+with a tree that grows where it is sure. EAGLE-3 (arXiv:2503.01840) fuses hidden states from low,
+middle and high in the target, has a head of its own, often over fewer tokens, is no longer asked to
+predict features, and is trained on its own outputs several steps deep.
 
-Here are the layers and how they are trained; `eagle_tree.py` drafts with them. Places are counted
-by pairs in both: pair t is (h_t, x_{t+1}), stands at position t and predicts x_{t+2}.
+Here are the layers and how they are trained; `eagle_tree.py` drafts with them. Both count in pairs:
+pair t is (h_t, x_{t+1}), stands at position t and predicts x_{t+2}.
 
-Where we differ from the published code: losses are means over the positions that count, and
-training stops a step's places where the text ends instead of padding them.
+Where we differ from the published code: losses are means over the tokens that count, and training
+ends a step's places where the text ends instead of padding them.
 """
 
 from __future__ import annotations
@@ -214,8 +214,8 @@ def unroll(
         angles = rotary_angles(position, config.head_size, config.rope_theta, features.dtype)
         cos, sin = angles.unbind(2)
         seen = [torch.ones(left, n, dtype=torch.bool, device=features.device).tril()]
-        seen += [torch.eye(left, n - s, dtype=torch.bool, device=features.device)
-                 for s in range(1, step + 1)]  # fmt: skip
+        for s in range(1, step + 1):
+            seen.append(torch.eye(left, n - s, dtype=torch.bool, device=features.device))
         visible = torch.cat(seen, dim=1)
         mask = torch.zeros(visible.shape, dtype=features.dtype, device=features.device)
         mask = mask.masked_fill(~visible, -torch.inf)[None, None]

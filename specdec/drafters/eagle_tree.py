@@ -94,8 +94,7 @@ def join(levels: Sequence[Level], n_nodes: int, deepest: Tensor) -> Draft:
     tokens = torch.cat([level.tokens for level in levels], dim=1)  # [B, C]
     parents = torch.cat([level.parents for level in levels], dim=1)
     value = torch.cat([level.value for level in levels], dim=1)
-    counts = torch.tensor([level.tokens.shape[1] for level in levels], device=tokens.device)
-    depth = torch.arange(1, len(levels) + 1, device=tokens.device).repeat_interleave(counts)
+    depth = torch.cat([torch.full_like(x.parents, d) for d, x in enumerate(levels, 1)], dim=1)
     used = depth <= deepest.unsqueeze(1)
     laws = [level.probs for level in levels if level.probs is not None]
     if laws:
@@ -170,43 +169,24 @@ class EagleState:
         self.cache = TreeCache(batch_size, [self.store, self.angles], 1, dtype, device)
 
     def propose(self, context: Context) -> Draft:
-        c, batch, device = self.config, len(context.lengths), context.tokens.device
-        n_levels = min(c.n_drafts, context.max_depth)
+        n_levels = min(self.config.n_drafts, context.max_depth)
         if not n_levels or not context.new_tokens.shape[1]:  # the last round, or no pair in any row
-            return Draft.empty(batch, device)
-        features = self._append(context)  # [B, 1, D]
-        value = torch.zeros(batch, 1, device=device)
-        at = torch.full((batch, 1), -1, device=device)  # the expanded nodes' places in the tree
-        levels: list[Level] = []
-        n_before = 0
-        for depth in range(n_levels):
-            logits = self.network.logits(features, self.target)  # [B, M, V]
-            tokens, q = context.rule.pick(
-                logits, context.lengths, depth, c.top_k, draw=c.draw
-            )  # [B, M, k], [B, M, k, V]
-            level = children(logits, tokens, q, value, at, c.n_nodes // c.n_drafts)
-            levels.append(level)
-            if depth + 1 < n_levels:
-                expanded = ranked(level.value, c.top_k)  # [B, M]
-                value, at = select(level.value, expanded), expanded + n_before
-                n_before += level.tokens.shape[1]
-                above = select(level.above, expanded)
-                # the nodes expanded last are the last pending ones; the root is the committed end
-                parents = self.cache.n_pending - features.shape[1] + above
-                features = self._run(
-                    select(features, above),
-                    select(level.tokens, expanded),
-                    None if c.top_k == 1 else parents,
-                )
+            return Draft.empty(len(context.lengths), context.tokens.device)
+        feature = self._append(context)  # [B, 1, D]
+        # a prompt of one token has no pair to draft from yet
         deepest = torch.where(self.cache.lengths > 0, context.depth_left, 0)
-        draft = join(levels, c.n_nodes, deepest)
-        if c.top_k > 1:
-            return draft
-        return Draft(draft.tokens, None, draft.probs, draft.used)
+        grow = self._chain if self.config.top_k == 1 else self._tree
+        return grow(context, feature, n_levels, deepest)
 
     def _append(self, context: Context) -> Tensor:
         """Drop the grown tree and commit the new pairs; returns the last one's output [B, 1, D]."""
-        n_new = context.n_new
+        n_new, have = context.n_new, self.cache.lengths
+        if bool((have + n_new != context.lengths - 1).any()):
+            raise ValueError(
+                f"context.new_tokens: expected all since the last call, but {have.tolist()} pairs "
+                f"and {n_new.tolist()} new ones do not make rows of {context.lengths.tolist()} "
+                f"tokens; call propose in every round"
+            )
         self.cache.commit(context.new_tokens[:, :0], torch.zeros_like(n_new))
         features, outputs = self.network.fuse(context.hidden), []
         for start in range(0, features.shape[1], _CHUNK):
@@ -214,13 +194,52 @@ class EagleState:
             outputs.append(self._run(features[:, piece], context.new_tokens[:, piece], None))
             path, whole = everything(outputs[-1].shape[1], len(n_new), n_new.device)
             self.cache.commit(path, torch.minimum((n_new - start).clamp(min=0), whole))
-        if bool((self.cache.lengths != context.lengths - 1).any()):
-            raise ValueError(
-                f"context.new_tokens: expected all pairs since the last call, but "
-                f"{self.cache.lengths.tolist()} were seen of rows of {context.lengths.tolist()} "
-                f"tokens; call propose in every round"
-            )
         return select(torch.cat(outputs, dim=1), (n_new - 1).clamp(min=0).unsqueeze(1))
+
+    def _chain(self, context: Context, feature: Tensor, n_levels: int, deepest: Tensor) -> Draft:
+        """Token after token, each fed with the feature that predicted it."""
+        tokens: list[Tensor] = []
+        laws: list[Tensor] = []
+        for depth in range(n_levels):
+            if depth:
+                feature = self._run(feature, tokens[-1], None)
+            token, q = self._pick(context, feature, depth)[1:]  # [B, 1, 1], [B, 1, 1, V]
+            tokens.append(token.squeeze(2))
+            if q is not None:
+                laws.append(q.squeeze(2))
+        drafted = torch.cat(tokens, dim=1)  # [B, N]
+        depths = torch.arange(1, n_levels + 1, device=drafted.device)
+        used = depths <= deepest.unsqueeze(1)
+        return Draft(drafted, None, torch.cat(laws, dim=1) if laws else None, used)
+
+    def _tree(self, context: Context, features: Tensor, n_levels: int, deepest: Tensor) -> Draft:
+        """Level by level below the `top_k` most valuable nodes of the last."""
+        c, levels = self.config, list[Level]()
+        value = torch.zeros(len(deepest), 1, device=deepest.device)
+        at = torch.full_like(deepest, -1).unsqueeze(1)  # the expanded nodes among all candidates
+        n_candidates = 0
+        for depth in range(n_levels):
+            logits, tokens, q = self._pick(context, features, depth)
+            level = children(logits, tokens, q, value, at, c.n_nodes // c.n_drafts)
+            levels.append(level)
+            if depth + 1 == n_levels:
+                break
+            expanded = ranked(level.value, c.top_k)  # [B, M]
+            value, at = select(level.value, expanded), expanded + n_candidates
+            n_candidates += level.tokens.shape[1]
+            above = select(level.above, expanded)
+            # what was expanded last is what is pending last; the root is the committed end, -1
+            parents = self.cache.n_pending - features.shape[1] + above
+            features = self._run(select(features, above), select(level.tokens, expanded), parents)
+        return join(levels, c.n_nodes, deepest)
+
+    def _pick(
+        self, context: Context, features: Tensor, depth: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Logits [B, M, V] after features [B, M, D]; children [B, M, k]; their laws if drawn."""
+        c = self.config
+        logits = self.network.logits(features, self.target)
+        return logits, *context.rule.pick(logits, context.lengths, depth, c.top_k, draw=c.draw)
 
     def _run(self, features: Tensor, tokens: Tensor, parents: Tensor | None) -> Tensor:
         """Append pending nodes with features [B, N, D] and tokens [B, N]; returns [B, N, D]."""

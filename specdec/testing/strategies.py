@@ -7,27 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ..accept import Coupled, Greedy
-from ..models import Transformer, TransformerConfig
-
-
-def small_target(
-    seed: int, vocab_size: int = 11, n_layers: int = 2, n_kv_heads: int = 2, sharpness: float = 2.0
-) -> Transformer:
-    """A random float64 target; `sharpness` scales its logits, so that drafts can be right."""
-    config = TransformerConfig(
-        vocab_size,
-        16,
-        32,
-        n_layers,
-        4,
-        n_kv_heads,
-        tie_word_embeddings=False,
-        max_position_embeddings=256,
-    )
-    model = Transformer(config).double().reset_parameters(torch.Generator().manual_seed(seed))
-    with torch.no_grad():
-        model.head.weight *= sharpness
-    return model.eval().requires_grad_(False)
+from ..models import Transformer
+from .targets import small_target
 
 
 def targets(vocab_size: int = 11) -> st.SearchStrategy[Transformer]:
@@ -73,3 +54,6 @@ def rules() -> st.SearchStrategy[Greedy | Coupled]:
         seed=st.integers(0, 2**40),
     )
     return st.one_of(st.just(Greedy()), coupled)
+
+
+__all__ = ["parents", "prompts", "rules", "small_target", "targets"]

@@ -6,6 +6,6 @@ a draft model from it.
 """
 
 from .corpus import Corpus
-from .fit import fit
+from .fit import fit, optimizers
 
-__all__ = ["Corpus", "fit"]
+__all__ = ["Corpus", "fit", "optimizers"]
