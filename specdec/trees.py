@@ -8,7 +8,7 @@ example of `specdec.draft` in this notation, with tokens that know their depth o
         │           └─ is  (0,1)
         └─ dog (1) ─── sat (1,0) ── on (1,0,0)
 
-Trees of Medusa (arXiv:2401.10774, sections 2.1.2 and 2.3.3); EAGLE-1 drafts into the same shapes.
+Trees of Medusa (arXiv:2401.10774, sections 2.1.2 and 2.3.3).
 """
 
 from __future__ import annotations

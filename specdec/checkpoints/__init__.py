@@ -1,4 +1,4 @@
-"""Readers and writers of weights: safetensors beside a config.json, nothing pickled."""
+"""Readers and writers of weights: safetensors, or pickles read with `weights_only=True`."""
 
 from .drafter import load_drafter
 from .eagle import load_eagle, save_eagle
