@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..checkpoints import load_transformer, save_transformer
 from ..distill import distillation_loss
+from ..drafters.layerskip import (
+    block_states,
+    draw_kept,
+    exit_loss,
+    exit_loss_weights,
+    layer_dropout_rates,
+)
+from ..drafters.mtp import SequentialModules, mtp_loss
 from ..models import Transformer, TransformerConfig
 from .corpus import Corpus
 from .fit import fit, optimizers
@@ -28,25 +37,36 @@ def bits_per_byte(model: Transformer, tokens: Tensor) -> float:
     return total / len(tokens.split(8)) / math.log(2)
 
 
-def train_target(arguments: argparse.Namespace) -> tuple[Transformer, dict[str, object]]:
+def train_target(arguments: argparse.Namespace) -> tuple[nn.Module, dict[str, object]]:
+    """Next byte, at every exit under layer dropout, and one MTP module."""
     config = TransformerConfig(
         vocab_size=256,
         hidden_size=arguments.width,
-        intermediate_size=2 * arguments.width,
+        intermediate_size=arguments.inner,
         num_hidden_layers=arguments.layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=2048,
     )
     model, corpus = fresh(config, arguments.seed), open_corpus(arguments.corpus)
+    mtp = SequentialModules(
+        dataclasses.replace(config, num_hidden_layers=1), tap=config.num_hidden_layers
+    ).reset_parameters(torch.Generator().manual_seed(arguments.seed + 1))
+    weights = exit_loss_weights(model.n_layers, arguments.exit_scale, linear=True)
+    rates = layer_dropout_rates(model.n_layers, arguments.layer_dropout, linear=True)
 
     def loss_of(step: int) -> Tensor:
-        tokens = corpus.batch(step, arguments.batch, arguments.length, arguments.seed)
-        logits = model(tokens[:, :-1]).logits
-        assert logits is not None
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        batch, length = arguments.batch, arguments.length
+        if step < 0.7 * arguments.steps:  # short windows first: attention costs less there
+            batch, length = 2 * batch, length // 2
+        tokens = corpus.batch(step, batch, length, arguments.seed)
+        generator = torch.Generator().manual_seed(arguments.seed * 1_000_003 + step)
+        hidden = block_states(model, tokens[:, :-1], draw_kept(rates, batch, generator))
+        loss = exit_loss(model, hidden, tokens[:, 1:], weights)
+        weight = 0.3 if step < 2 / 3 * arguments.steps else 0.1
+        return loss + mtp_loss(mtp, model, hidden, tokens[:, :-1], weight=weight)
 
-    return run(model, loss_of, corpus, arguments)
+    return run(nn.ModuleDict({"target": model, "mtp": mtp}), model, loss_of, corpus, arguments)
 
 
 def train_draft(arguments: argparse.Namespace) -> tuple[Transformer, dict[str, object]]:
@@ -70,7 +90,7 @@ def train_draft(arguments: argparse.Namespace) -> tuple[Transformer, dict[str, o
         assert p is not None and q is not None
         return distillation_loss(q, p)
 
-    return run(model, loss_of, corpus, arguments)
+    return run(model, model, loss_of, corpus, arguments)
 
 
 def fresh(config: TransformerConfig, seed: int) -> Transformer:
@@ -82,6 +102,7 @@ def open_corpus(folder: str | None) -> Corpus:
 
 
 def run(
+    trained: nn.Module,
     model: Transformer,
     loss_of: Callable[[int], Tensor],
     corpus: Corpus,
@@ -89,12 +110,14 @@ def run(
 ) -> tuple[Transformer, dict[str, object]]:
     held_out = corpus.held_out_batch(64, arguments.length)
     history = fit(
-        model,
+        trained,
         loss_of,
-        optimizers(model, arguments.lr, arguments.muon_lr),
+        optimizers(trained, arguments.lr, arguments.muon_lr),
         arguments.steps,
         folder=Path(arguments.out) / "state",
         evaluate=lambda: bits_per_byte(model, held_out),
+        evaluate_every=150,
+        save_every=50,
         description=arguments.what,
     )
     return model, {
@@ -110,7 +133,7 @@ def run(
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m specdec.training", description=__doc__)
     commands = parser.add_subparsers(dest="what", required=True)
-    for name, layers, width, steps in (("target", 10, 128, 1200), ("draft", 1, 96, 1500)):
+    for name, layers, width, steps in (("target", 8, 256, 1050), ("draft", 1, 96, 1500)):
         command = commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         command.add_argument("--out", required=True, help="folder for config, weights and state")
         command.add_argument("--corpus", help="folder of text; default: Python's standard library")
@@ -122,6 +145,10 @@ def main() -> None:
         command.add_argument("--lr", type=float, default=3e-3)
         command.add_argument("--muon-lr", type=float, default=6e-3)
         command.add_argument("--seed", type=int, default=0)
+        if name == "target":
+            command.add_argument("--inner", type=int, default=576, help="width inside the MLP")
+            command.add_argument("--exit-scale", type=float, default=0.2)
+            command.add_argument("--layer-dropout", type=float, default=0.1)
         if name == "draft":
             command.add_argument("--target", required=True, help="folder of a trained target")
     arguments = parser.parse_args()
