@@ -7,18 +7,17 @@ target tokens can be drafted). What is ours in config.json: `taps`, and `trainin
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..drafters.eagle import Eagle1, Eagle3, Network, eagle3_taps
 from ..drafters.eagle_tree import check_fits
 from ..models import TransformerConfig
 from ..protocol import Model
+from .folder import read_folder, write_folder
 
 # our name -> the published ones, joined row by row
 _LAYER = {
@@ -71,7 +70,7 @@ def load_eagle(folder: Path | str, target: Model, *, taps: Sequence[int] | None 
             here, weights that do not fit the config, or a layer that does not fit the target.
     """
     folder = Path(folder)
-    fields, weights = _read(folder)
+    fields, weights = read_folder(folder, ("model.safetensors", "pytorch_model.bin"))
     version = eagle_version(weights)
     if version is None:
         raise ValueError(f"folder: {folder} holds no EAGLE layer; its weights: {sorted(weights)}")
@@ -93,8 +92,7 @@ def save_eagle(
     metadata: Mapping[str, object] | None = None,
 ) -> None:
     """Write a layer in the published layout; `metadata` goes into config.json under `training`."""
-    folder, c = Path(folder), network.config
-    folder.mkdir(parents=True, exist_ok=True)
+    c = network.config
     published = _published(network)
     weights: dict[str, Tensor] = {}
     for ours, tensor in network.state_dict().items():
@@ -105,7 +103,7 @@ def save_eagle(
         if ours == "attention.qkv.weight":
             sizes = [n * c.head_size for n in (c.num_attention_heads, c.n_kv_heads, c.n_kv_heads)]
         for theirs, part in zip(names, tensor.split(sizes), strict=True):
-            weights[theirs] = part.to(dtype or part.dtype).contiguous()
+            weights[theirs] = part
     fields: dict[str, object] = {
         "architectures": [f"LlamaForCausalLMEagle{'3' if isinstance(network, Eagle3) else ''}"],
         "model_type": "llama",
@@ -130,23 +128,7 @@ def save_eagle(
             weights["t2d"] = known.index_fill(0, ids, True)
     else:
         fields |= {"bias": network.fc.bias is not None}
-    save_file(weights, folder / "model.safetensors")
-    fields |= {"training": dict(metadata or {})}
-    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
-
-
-def _read(folder: Path) -> tuple[dict, dict[str, Tensor]]:
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"folder: expected config.json in {folder}, found no such file")
-    fields = json.loads((folder / "config.json").read_text())
-    if (folder / "model.safetensors").is_file():
-        return fields, load_file(folder / "model.safetensors")
-    if (folder / "pytorch_model.bin").is_file():
-        file = folder / "pytorch_model.bin"
-        return fields, torch.load(file, map_location="cpu", weights_only=True)
-    raise ValueError(
-        f"folder: expected model.safetensors or pytorch_model.bin in {folder}, found neither"
-    )
+    write_folder(folder, fields, weights, dtype, metadata)
 
 
 def _network(

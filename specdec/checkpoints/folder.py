@@ -6,12 +6,16 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from ..models import Transformer, TransformerConfig
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def save_transformer(
@@ -22,17 +26,10 @@ def save_transformer(
     metadata: Mapping[str, object] | None = None,
 ) -> None:
     """Write a `Transformer`; `metadata` goes into config.json under the key `training`."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {
-        name: tensor.to(dtype or tensor.dtype).contiguous()
-        for name, tensor in model.state_dict().items()
-        if not (name == "head.weight" and model.config.tie_word_embeddings)
-    }
-    config = dataclasses.asdict(model.config) | {"training": dict(metadata or {})}
-    text = json.dumps(config, indent=2) + "\n"  # before any file is written
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(text)
+    weights = model.state_dict()
+    if model.config.tie_word_embeddings:
+        del weights["head.weight"]
+    write_folder(folder, dataclasses.asdict(model.config), weights, dtype, metadata)
 
 
 def load_transformer(folder: Path | str, dtype: torch.dtype = torch.float32) -> Transformer:
@@ -40,22 +37,69 @@ def load_transformer(folder: Path | str, dtype: torch.dtype = torch.float32) -> 
 
     Raises ValueError for a folder without the two files, or with weights that do not fit.
     """
-    folder = Path(folder)
-    for name in ("config.json", "model.safetensors"):
-        if not (folder / name).is_file():
-            raise ValueError(f"folder: expected {name} in {folder}, found no such file")
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    try:
-        fields = dict(json.loads((folder / "config.json").read_text()))
-        config = TransformerConfig(**{k: v for k, v in fields.items() if k in known})
-        weights = load_file(folder / "model.safetensors")
-    except (TypeError, ValueError, SafetensorError) as error:
-        raise ValueError(f"folder: {folder} cannot be read: {error}") from error
-    model = Transformer(config)
+    fields, weights = read_folder(folder)
+    model = Transformer(config_of(fields, folder))
     model = model.to(dtype)  # before loading, so that float64 weights are not rounded on the way
     if model.config.tie_word_embeddings and "embedding.weight" in weights:
         weights["head.weight"] = weights["embedding.weight"]
-    expected = model.state_dict()
+    return fill(model, weights, folder)
+
+
+def write_folder(
+    folder: Path | str,
+    fields: Mapping[str, object],
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+    metadata: Mapping[str, object] | None,
+) -> None:
+    """Write `fields` as config.json and `weights`, floats in `dtype` (None: their own)."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    cast = {
+        name: tensor.to(dtype if dtype and tensor.is_floating_point() else None).contiguous()
+        for name, tensor in weights.items()
+    }
+    text = json.dumps({**fields, "training": dict(metadata or {})}, indent=2) + "\n"
+    save_file(cast, folder / "model.safetensors")  # the text is made before any file is written
+    (folder / "config.json").write_text(text)
+
+
+def read_folder(
+    folder: Path | str, files: tuple[str, ...] = ("model.safetensors",)
+) -> tuple[dict, dict[str, Tensor]]:
+    """The fields of config.json, and the weights of the first of `files` that is there.
+
+    A file that is no safetensors is a pickle and read with `weights_only=True`. Raises ValueError
+    for a missing file or one that cannot be read.
+    """
+    folder = Path(folder)
+    found = [folder / name for name in files if (folder / name).is_file()]
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"folder: expected config.json in {folder}, found no such file")
+    if not found:
+        wanted = " or ".join(files)
+        raise ValueError(f"folder: expected {wanted} in {folder}, found no such file")
+    try:
+        fields = dict(json.loads((folder / "config.json").read_text()))
+        if found[0].suffix == ".safetensors":
+            return fields, load_file(found[0])
+        return fields, torch.load(found[0], map_location="cpu", weights_only=True)
+    except (TypeError, ValueError, SafetensorError) as error:
+        raise ValueError(f"folder: {folder} cannot be read: {error}") from error
+
+
+def config_of(fields: Mapping[str, object], folder: Path | str) -> TransformerConfig:
+    """The shape that `fields` describe, whatever else they hold."""
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    try:
+        return TransformerConfig(**{k: v for k, v in fields.items() if k in known})  # type: ignore
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"folder: {folder} cannot be read: {error}") from error
+
+
+def fill(module: M, weights: Mapping[str, Tensor], folder: Path | str) -> M:
+    """Load `weights`, all and no others; then evaluation mode, without gradients."""
+    expected = module.state_dict()
     wrong = list(expected.keys() ^ weights.keys())
     wrong += [
         name
@@ -64,5 +108,5 @@ def load_transformer(folder: Path | str, dtype: torch.dtype = torch.float32) -> 
     ]
     if wrong:
         raise ValueError(f"folder: the weights of {folder} do not fit its config: {sorted(wrong)}")
-    model.load_state_dict(weights)
-    return model.eval().requires_grad_(False)
+    module.load_state_dict(weights)
+    return module.eval().requires_grad_(False)

@@ -16,7 +16,7 @@ and under `Rejection` they can be drawn from the heads' laws as well as chosen (
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,11 @@ from torch.nn import functional as F
 
 from ..accept import take
 from ..distill import distillation_loss
-from ..draft import Draft, chain_parents
+from ..draft import Draft
 from ..protocol import FINAL, Context, Model
-from ..trees import MC_SIM_7B_63, static_tree
+from ..trees import MC_SIM_7B_63
+from .static_draft import StaticDraft, tree_for
+from .static_draft import rank_accuracies as rank_accuracies  # takes `MedusaHeads`
 
 
 class MedusaHead(nn.Module):
@@ -89,6 +91,23 @@ class MedusaHeads(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return torch.stack([head(hidden) for head in self.heads], dim=-2)
+
+    @property
+    def n_depths(self) -> int:
+        """How deep they can draft: one head a depth."""
+        return self.n_heads
+
+    def check_fits(self, target: Model) -> None:
+        """Raise a ValueError if the target has another width or vocabulary."""
+        for name in ("hidden_size", "vocab_size"):
+            own, wanted = getattr(self, name), getattr(target, name)
+            if own != wanted:
+                raise ValueError(f"heads: expected the target's {name} of {wanted}, got {own}")
+
+    def logits_by_depth(self, target: Model, tokens: Tensor) -> Iterator[Tensor]:
+        """`tokens` [B, T] -> [B, T, V] of head k = 1, 2, ...; place t predicts x_{t+1+k}."""
+        hidden = target(tokens, taps=(FINAL,), logits=False).hidden[FINAL]
+        return (head(hidden) for head in self.heads)
 
 
 def medusa_loss(
@@ -234,52 +253,6 @@ def medusa2_parameter_groups(
     ]
 
 
-@torch.no_grad()
-def rank_accuracies(
-    target: Model, heads: MedusaHeads, sequences: Iterable[Tensor], n_ranks: int = 10
-) -> Tensor:
-    """How often the candidate of rank i of head k is the true token (section 2.3.3).
-
-    Args:
-        target, heads: as they decode.
-        sequences: calibration text, 1-D int64 tensors; text that the target wrote itself measures
-            what will be accepted.
-        n_ranks: candidates a head.
-
-    Returns:
-        [n_heads, n_ranks] float64, on the CPU; what `specdec.trees.search_choices` takes.
-
-    Raises:
-        ValueError: for `n_ranks` outside 1..V, a sequence that is no 1-D int64 tensor, or text too
-            short for a head to predict anything.
-    """
-    if not 1 <= n_ranks <= heads.vocab_size:
-        raise ValueError(f"n_ranks: expected 1..{heads.vocab_size}, got {n_ranks}")
-    _check_fit(heads, target)
-    hits = torch.zeros(heads.n_heads, n_ranks, dtype=torch.float64)
-    n_seen = torch.zeros(heads.n_heads, 1, dtype=torch.float64)
-    for tokens in sequences:
-        if tokens.ndim != 1 or tokens.dtype != torch.long:
-            raise ValueError(
-                f"sequences: expected 1-D int64 tensors, got {tokens.dtype} of shape "
-                f"{list(tokens.shape)}"
-            )
-        tokens = tokens.to(target.device)
-        if len(tokens) < 3:
-            continue
-        states = target(tokens.unsqueeze(0), taps=(FINAL,), logits=False).hidden[FINAL][0]
-        for k, head in zip(range(1, len(tokens) - 1), heads.heads, strict=False):
-            top = head(states[: -1 - k]).topk(n_ranks).indices  # [T - 1 - k, n_ranks]
-            hits[k - 1] += (top == tokens[1 + k :].unsqueeze(1)).sum(0).cpu()
-            n_seen[k - 1] += len(top)
-    if not bool((n_seen > 0).all()):
-        raise ValueError(
-            f"sequences: expected one of at least {heads.n_heads + 2} tokens, so that every head "
-            f"has something to predict"
-        )
-    return hits / n_seen
-
-
 class Medusa:
     """Drafts a static tree of the heads' candidates.
 
@@ -305,26 +278,11 @@ class Medusa:
         *,
         draw: bool = False,
     ) -> None:
-        tree = static_tree(choices)
-        if tree.max_depth > heads.n_heads:
-            raise ValueError(
-                f"choices: expected a depth of at most {heads.n_heads}, one head a depth, "
-                f"got {tree.max_depth}"
-            )
-        if tree.max_rank >= heads.vocab_size:
-            raise ValueError(
-                f"choices: expected ranks below the vocabulary of {heads.vocab_size}, "
-                f"got {tree.max_rank}"
-            )
-        if draw and tree.gap is not None:
-            raise ValueError(
-                f"choices: expected the children of a node to have ranks 0, 1, 2, ... to be drawn "
-                f"into, got {tree.gap} without its sibling of rank {tree.gap[-1] - 1}"
-            )
+        tree = tree_for(choices, heads.n_depths, heads.vocab_size, draw=draw)
         self.heads, self.tree, self.draw = heads, tree, draw
 
     def begin(self, target: Model, batch_size: int, max_length: int) -> MedusaState:
-        _check_fit(self.heads, target)
+        self.heads.check_fits(target)
         return MedusaState(self, target.device)
 
 
@@ -332,45 +290,15 @@ class MedusaState:
     """One run: the tree on the target's device. Nothing is carried from round to round."""
 
     def __init__(self, config: Medusa, device: torch.device) -> None:
-        self.config = config
-        tree = config.tree
-        self.parents, self.depths = tree.parents.to(device), tree.depths.to(device)
-        self.is_chain = tree.parents.tolist() == chain_parents(len(tree.paths)).tolist()
-        by_depth = [tree.ranks[tree.depths == d] for d in range(1, tree.max_depth + 1)]
-        self.widths = [int(ranks.max()) + 1 for ranks in by_depth]  # candidates a depth
-        self.ranks = [ranks.to(device) for ranks in by_depth]
+        self.heads = config.heads.heads
+        self.static = StaticDraft(config.tree, device, draw=config.draw)
 
     def propose(self, context: Context) -> Draft:
         states = context.hidden[FINAL]
-        n_levels = min(len(self.widths), context.max_depth)
-        if not n_levels or not states.shape[1]:
+        if not context.max_depth or not states.shape[1]:
             return Draft.empty(len(context.lengths), context.tokens.device)
         root_state = take(states, (context.n_new - 1).clamp(min=0)).unsqueeze(1)  # [B, 1, D]
-        tokens: list[Tensor] = []
-        laws: list[Tensor] = []
-        for depth in range(n_levels):
-            logits = self.config.heads.heads[depth](root_state)  # [B, 1, V]
-            picked, q = context.rule.pick(
-                logits, context.lengths, depth, self.widths[depth], draw=self.config.draw
-            )
-            # nodes of one depth share its candidates, below whatever parent
-            tokens.append(picked[:, 0, self.ranks[depth]])
-            if q is not None:
-                laws.append(q[:, 0, self.ranks[depth]])
-        drafted = torch.cat(tokens, dim=1)  # [B, N]
-        n = drafted.shape[1]
-        # a prompt of one token has no state yet that predicted its root
-        ready = context.live & (context.n_new > 0)
-        used = ready.unsqueeze(1) & (self.depths[:n] <= context.depth_left.unsqueeze(1))
-        parents = None if self.is_chain else self.parents[:n].expand_as(drafted)
-        return Draft(drafted, parents, torch.cat(laws, dim=1) if laws else None, used)
-
-
-def _check_fit(heads: MedusaHeads, target: Model) -> None:
-    for name in ("hidden_size", "vocab_size"):
-        own, wanted = getattr(heads, name), getattr(target, name)
-        if own != wanted:
-            raise ValueError(f"heads: expected the target's {name} of {wanted}, got {own}")
+        return self.static.fill(context, lambda depth: self.heads[depth](root_state))
 
 
 def _check_batch(heads: MedusaHeads, hidden: Tensor, tokens: Tensor, mask: Tensor | None) -> None:
