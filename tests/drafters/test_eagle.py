@@ -520,6 +520,25 @@ def test_gradients_reach_every_weight_and_are_finite(name):
     assert all(parameter.grad is None for parameter in TARGET.parameters())
 
 
+@pytest.mark.parametrize("name", ["eagle1", "eagle3"])
+def test_no_gradient_reaches_the_states_that_are_read(name):
+    """Catches a `detach` that is lost: training would bend a target that is not frozen."""
+    network, tokens = NETWORKS[name], STORY[None, :12]
+    hidden = {
+        tap: states.requires_grad_() for tap, states in hidden_of(TARGET, network, tokens).items()
+    }
+    loss = eagle1_loss if name == "eagle1" else eagle3_loss
+    loss(
+        network,
+        TARGET,
+        hidden,
+        tokens,
+        **({} if name == "eagle1" else {"step_weights": (1.0, 1.0)}),
+    ).backward()
+    assert all(states.grad is None for states in hidden.values())
+    network.zero_grad()
+
+
 def floor(network) -> float:
     """The loss of a layer whose every law is the target's, on STORY."""
     log_p = TARGET(STORY[None]).logits[0].log_softmax(-1)
