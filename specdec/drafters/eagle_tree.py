@@ -14,18 +14,23 @@ the i-th largest probability after the node. For chosen children that is the chi
 published. For drawn ones it is known before the draw, so that the same values settle which nodes
 are expanded and how many children each gets, and no drawn node is ever pruned: what `Rejection`
 asks of a drawn tree.
+
+`grow` and `CachedLayer` serve every drafter that grows its draft one depth after another: here an
+EAGLE layer, in `mtp_draft.py` the modules of multi-token prediction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..cache import KVStore, TreeCache, everything
 from ..draft import Draft
+from ..models import TransformerConfig
 from ..models.layers import RotaryStore, for_groups
 from ..protocol import Context, Model
 from .eagle import Network
@@ -109,6 +114,130 @@ def join(levels: Sequence[Level], n_nodes: int, deepest: Tensor) -> Draft:
     return Draft(select(tokens, kept), parents, None, select(used, kept))
 
 
+class Shape(Protocol):
+    """The shape of what is grown; see `Eagle`."""
+
+    @property
+    def n_drafts(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def n_nodes(self) -> int: ...
+    @property
+    def draw(self) -> bool: ...
+
+
+Extend: TypeAlias = Callable[[Tensor, Tensor | None], Tensor]
+"""Adds nodes with `tokens` [B, M] to those added so far; returns the logits after each, [B, M, V].
+
+`parents` [B, M] counts among all nodes added in this round, -1 is the root; None: a chain."""
+
+
+def check_shape(shape: Shape, n_tokens: int) -> None:
+    """Raise a ValueError for counts that do not fit each other or a vocabulary of `n_tokens`."""
+    if shape.n_drafts < 1:
+        raise ValueError(f"n_drafts: expected at least 1, got {shape.n_drafts}")
+    if not 1 <= shape.top_k <= n_tokens:
+        raise ValueError(f"top_k: expected 1..{n_tokens} (tokens), got {shape.top_k}")
+    if shape.n_nodes < shape.n_drafts:
+        raise ValueError(
+            f"n_nodes: expected at least n_drafts={shape.n_drafts}, got {shape.n_nodes}"
+        )
+
+
+def grow(
+    shape: Shape, context: Context, logits: Tensor, extend: Extend, n_levels: int, deepest: Tensor
+) -> Draft:
+    """Draft `n_levels` below the root, after which the drafter says `logits` [B, 1, V].
+
+    `deepest` [B]: nodes below that depth are unused.
+    """
+    walk = _grow_chain if shape.top_k == 1 else _grow_tree
+    return walk(shape, context, logits, extend, n_levels, deepest)
+
+
+def _grow_chain(
+    shape: Shape, context: Context, logits: Tensor, extend: Extend, n_levels: int, deepest: Tensor
+) -> Draft:
+    tokens: list[Tensor] = []
+    laws: list[Tensor] = []
+    for depth in range(n_levels):
+        if depth:
+            logits = extend(tokens[-1], None)
+        token, q = context.rule.pick(
+            logits, context.lengths, depth, draw=shape.draw
+        )  # [B, 1, 1], [B, 1, 1, V]
+        tokens.append(token.squeeze(2))
+        if q is not None:
+            laws.append(q.squeeze(2))
+    drafted = torch.cat(tokens, dim=1)  # [B, N]
+    depths = torch.arange(1, n_levels + 1, device=drafted.device)
+    used = depths <= deepest.unsqueeze(1)
+    return Draft(drafted, None, torch.cat(laws, dim=1) if laws else None, used)
+
+
+def _grow_tree(
+    shape: Shape, context: Context, logits: Tensor, extend: Extend, n_levels: int, deepest: Tensor
+) -> Draft:
+    """Level by level below the `top_k` most valuable nodes of the last."""
+    levels = list[Level]()
+    value = torch.zeros(len(deepest), 1, device=deepest.device)
+    at = torch.full_like(deepest, -1).unsqueeze(1)  # the expanded nodes among all candidates
+    n_candidates, last = 0, -1  # `last`: the first node of the last level among the expanded ones
+    for depth in range(n_levels):
+        tokens, q = context.rule.pick(
+            logits, context.lengths, depth, shape.top_k, draw=shape.draw
+        )  # [B, M, k], [B, M, k, V]
+        level = children(logits, tokens, q, value, at, shape.n_nodes // shape.n_drafts)
+        levels.append(level)
+        if depth + 1 == n_levels:
+            break
+        expanded = ranked(level.value, shape.top_k)  # [B, M]
+        value, at = select(level.value, expanded), expanded + n_candidates
+        n_candidates += level.tokens.shape[1]
+        parents = last + select(level.above, expanded)
+        last += logits.shape[1]
+        logits = extend(select(level.tokens, expanded), parents)
+    return join(levels, shape.n_nodes, deepest)
+
+
+class CachedLayer:
+    """A decoder layer with a cache of its own.
+
+    Args:
+        forward: features and embeddings [B, N, D], angles, store and view -> features [B, N, D].
+        config: the layer's shape.
+        target: whose embedding, dtype and device it uses.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Tensor],
+        config: TransformerConfig,
+        target: Model,
+        batch_size: int,
+        max_length: int,
+    ) -> None:
+        c, dtype, device, n_slots = config, target.dtype, target.device, max_length + 8
+        self.forward, self.n_groups, self.embedding = forward, c.n_groups, target.embedding
+        self.store = KVStore(1, batch_size, c.n_kv_heads, c.head_size, n_slots, dtype, device)
+        self.angles = RotaryStore(c.head_size, c.rope_theta, n_slots, dtype, device)
+        self.cache = TreeCache(batch_size, [self.store, self.angles], 1, dtype, device)
+
+    def run(self, features: Tensor, tokens: Tensor, parents: Tensor | None) -> Tensor:
+        """Append pending nodes with features [B, N, D] and tokens [B, N]; returns [B, N, D]."""
+        first = self.cache.n_pending
+        self.cache.append(tokens.shape[1], parents)
+        view = for_groups(self.cache.view(first), self.n_groups)
+        embeddings = self.embedding(tokens)
+        return self.forward(features, embeddings, self.angles.at(view), self.store, view)
+
+    def drop(self) -> None:
+        """Forget what is pending."""
+        lengths = self.cache.lengths
+        self.cache.commit(lengths.new_zeros(len(lengths), 0), torch.zeros_like(lengths))
+
+
 class Eagle:
     """Drafts with an EAGLE layer: a chain, or EAGLE-2's dynamic tree.
 
@@ -135,14 +264,9 @@ class Eagle:
         n_nodes: int = 60,
         draw: bool = True,
     ) -> None:
-        if n_drafts < 1:
-            raise ValueError(f"n_drafts: expected at least 1, got {n_drafts}")
-        if not 1 <= top_k <= network.n_tokens:
-            raise ValueError(f"top_k: expected 1..{network.n_tokens} (tokens), got {top_k}")
-        if n_nodes < n_drafts:
-            raise ValueError(f"n_nodes: expected at least n_drafts={n_drafts}, got {n_nodes}")
         self.network, self.n_drafts, self.top_k = network, n_drafts, top_k
         self.n_nodes, self.draw = n_nodes, draw
+        check_shape(self, network.n_tokens)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -150,33 +274,25 @@ class Eagle:
 
     def begin(self, target: Model, batch_size: int, max_length: int) -> EagleState:
         check_fits(self.network, target)
-        window = self.network.config.max_position_embeddings
-        if max_length > window:
-            raise ValueError(
-                f"network: its max_position_embeddings={window} is below the run's "
-                f"{max_length} tokens"
-            )
+        check_window(self.network.config, max_length)
         return EagleState(self, target, batch_size, max_length)
 
 
 class EagleState:
     def __init__(self, config: Eagle, target: Model, batch_size: int, max_length: int) -> None:
         self.config, self.target, self.network = config, target, config.network
-        c, dtype, device = self.network.config, target.dtype, target.device
-        n_slots = max_length + 8
-        self.store = KVStore(1, batch_size, c.n_kv_heads, c.head_size, n_slots, dtype, device)
-        self.angles = RotaryStore(c.head_size, c.rope_theta, n_slots, dtype, device)
-        self.cache = TreeCache(batch_size, [self.store, self.angles], 1, dtype, device)
+        self.layer = CachedLayer(self.network, self.network.config, target, batch_size, max_length)
+        self.cache = self.layer.cache
 
     def propose(self, context: Context) -> Draft:
         n_levels = min(self.config.n_drafts, context.max_depth)
         if not n_levels or not context.new_tokens.shape[1]:  # the last round, or no pair in any row
             return Draft.empty(len(context.lengths), context.tokens.device)
-        feature = self._append(context)  # [B, 1, D]
+        self.features = self._append(context)  # [B, 1, D], and those of the nodes grown below
         # a prompt of one token has no pair to draft from yet
         deepest = torch.where(self.cache.lengths > 0, context.depth_left, 0)
-        grow = self._chain if self.config.top_k == 1 else self._tree
-        return grow(context, feature, n_levels, deepest)
+        logits = self.network.logits(self.features, self.target)
+        return grow(self.config, context, logits, self._extend, n_levels, deepest)
 
     def _append(self, context: Context) -> Tensor:
         """Drop the grown tree and commit the new pairs; returns the last one's output [B, 1, D]."""
@@ -187,7 +303,7 @@ class EagleState:
                 f"and {n_new.tolist()} new ones do not make rows of {context.lengths.tolist()} "
                 f"tokens; call propose in every round"
             )
-        self.cache.commit(context.new_tokens[:, :0], torch.zeros_like(n_new))
+        self.layer.drop()
         features, outputs = self.network.fuse(context.hidden), []
         for start in range(0, features.shape[1], _CHUNK):
             piece = slice(start, start + _CHUNK)
@@ -196,61 +312,28 @@ class EagleState:
             self.cache.commit(path, torch.minimum((n_new - start).clamp(min=0), whole))
         return select(torch.cat(outputs, dim=1), (n_new - 1).clamp(min=0).unsqueeze(1))
 
-    def _chain(self, context: Context, feature: Tensor, n_levels: int, deepest: Tensor) -> Draft:
-        """Token after token, each fed with the feature that predicted it."""
-        tokens: list[Tensor] = []
-        laws: list[Tensor] = []
-        for depth in range(n_levels):
-            if depth:
-                feature = self._run(feature, tokens[-1], None)
-            token, q = self._pick(context, feature, depth)[1:]  # [B, 1, 1], [B, 1, 1, V]
-            tokens.append(token.squeeze(2))
-            if q is not None:
-                laws.append(q.squeeze(2))
-        drafted = torch.cat(tokens, dim=1)  # [B, N]
-        depths = torch.arange(1, n_levels + 1, device=drafted.device)
-        used = depths <= deepest.unsqueeze(1)
-        return Draft(drafted, None, torch.cat(laws, dim=1) if laws else None, used)
-
-    def _tree(self, context: Context, features: Tensor, n_levels: int, deepest: Tensor) -> Draft:
-        """Level by level below the `top_k` most valuable nodes of the last."""
-        c, levels = self.config, list[Level]()
-        value = torch.zeros(len(deepest), 1, device=deepest.device)
-        at = torch.full_like(deepest, -1).unsqueeze(1)  # the expanded nodes among all candidates
-        n_candidates = 0
-        for depth in range(n_levels):
-            logits, tokens, q = self._pick(context, features, depth)
-            level = children(logits, tokens, q, value, at, c.n_nodes // c.n_drafts)
-            levels.append(level)
-            if depth + 1 == n_levels:
-                break
-            expanded = ranked(level.value, c.top_k)  # [B, M]
-            value, at = select(level.value, expanded), expanded + n_candidates
-            n_candidates += level.tokens.shape[1]
-            above = select(level.above, expanded)
-            # what was expanded last is what is pending last; the root is the committed end, -1
-            parents = self.cache.n_pending - features.shape[1] + above
-            features = self._run(select(features, above), select(level.tokens, expanded), parents)
-        return join(levels, c.n_nodes, deepest)
-
-    def _pick(
-        self, context: Context, features: Tensor, depth: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Logits [B, M, V] after features [B, M, D]; children [B, M, k]; their laws if drawn."""
-        c = self.config
-        logits = self.network.logits(features, self.target)
-        return logits, *context.rule.pick(logits, context.lengths, depth, c.top_k, draw=c.draw)
+    def _extend(self, tokens: Tensor, parents: Tensor | None) -> Tensor:
+        """Nodes fed with the features that predicted them; see `Extend`."""
+        above = self.features[:, -1:] if parents is None else select(self.features, parents + 1)
+        features = self._run(above, tokens, parents)
+        self.features = torch.cat([self.features, features], dim=1)
+        return self.network.logits(features, self.target)
 
     def _run(self, features: Tensor, tokens: Tensor, parents: Tensor | None) -> Tensor:
-        """Append pending nodes with features [B, N, D] and tokens [B, N]; returns [B, N, D]."""
-        first = self.cache.n_pending
-        self.cache.append(tokens.shape[1], parents)
-        view = for_groups(self.cache.view(first), self.network.config.n_groups)
-        embeddings = self.target.embedding(tokens)
-        return self.network(features, embeddings, self.angles.at(view), self.store, view)
+        return self.layer.run(features, tokens, parents)
 
 
-def check_fits(network: Network, target: Model) -> None:
+class Fitted(Protocol):
+    """A network that is made for a target."""
+
+    @property
+    def config(self) -> TransformerConfig: ...
+    @property
+    def taps(self) -> Sequence[int]: ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+def check_fits(network: Fitted, target: Model) -> None:
     """Raise a ValueError that names what of `network` does not fit `target`."""
     c = network.config
     if (c.vocab_size, c.hidden_size) != (target.vocab_size, target.hidden_size):
@@ -263,9 +346,18 @@ def check_fits(network: Network, target: Model) -> None:
         raise ValueError(
             f"network: reads the taps {list(network.taps)}, but the target has 0..{target.n_layers}"
         )
-    weight = network.fc.weight
+    weight = next(network.parameters())
     if (weight.dtype, weight.device) != (target.dtype, target.device):
         raise ValueError(
             f"network: {weight.dtype} on {weight.device}, but the target is {target.dtype} on "
             f"{target.device}; convert one with .to()"
+        )
+
+
+def check_window(config: TransformerConfig, max_length: int) -> None:
+    """Raise a ValueError for a run of more tokens than the network has positions."""
+    if max_length > config.max_position_embeddings:
+        raise ValueError(
+            f"network: its max_position_embeddings={config.max_position_embeddings} is below the "
+            f"run's {max_length} tokens"
         )

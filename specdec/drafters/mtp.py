@@ -13,12 +13,18 @@ add lambda / D times the sum of their losses (`mtp_loss`); dropped, they leave t
 Published weights differ in two things, which a `SequentialModules` declares: whether the states it
 reads and hands on are those before the final norm (`tap` L, as in the paper) or behind it (FINAL),
 and whether that norm is the target's or the module's own (`own_norm`).
+
+MiMo (arXiv:2505.07608) trains one module with the target, copies it (`resized`) and
+fine-tunes the copies with the rest frozen (`mtp_loss(..., first=2)`). `mtp_draft.py` drafts.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +37,7 @@ from ..protocol import FINAL, Model
 
 
 class MTPModule(nn.Module):
-    """One module: two norms, M_k (2 D -> D), a decoder block and, if it is its own, a final norm."""
+    """One module: two norms, M_k (2 D -> D), a decoder block, perhaps a final norm of its own."""
 
     def __init__(self, config: TransformerConfig, *, own_norm: bool) -> None:
         super().__init__()
@@ -109,25 +115,73 @@ class SequentialModules(nn.Module):
         cos, sin = rotary_angles(positions, c.head_size, c.rope_theta, like.dtype)[None].unbind(2)
         return cos, sin
 
-    def handed_on(self, k: int, stream: Tensor, target: Model) -> tuple[Tensor, Tensor]:
-        """Of module k's (1..D) residual stream: the states for module k + 1, and its logits."""
-        norm = self.blocks[k - 1].norm
-        final = target.norm(stream) if norm is None else norm(stream)
-        return final if self.tap == FINAL else stream, target.head(final)
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return (self.tap,)
 
-    def forward(self, hidden: Tensor, tokens: Tensor, target: Model) -> list[Tensor]:
-        """Training: states [B, T, D] of `tokens` [B, T] -> logits of every module.
+    def step(
+        self,
+        k: int,
+        target: Model,
+        hidden: Tensor,
+        embeddings: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        store: KVStore | None = None,
+        view: View | None = None,
+    ) -> Tensor:
+        """Module k (1..D): h^{k-1}_i and Emb(x_{i+k}) -> what it hands on to module k + 1.
 
-        Those of module k are [B, T - k, V]; place i predicts token i + k + 1.
+        All [B, N, D]: the residual stream h^k_i, or behind the final norm if `tap` is FINAL.
+        """
+        stream = self.blocks[k - 1](hidden, embeddings, rotary, store, 0, view)
+        return self._norm(k, target)(stream) if self.tap == FINAL else stream
+
+    def logits(self, k: int, handed: Tensor, target: Model) -> Tensor:
+        """What module k predicts, [B, N, V], from what it hands on [B, N, D]."""
+        return target.head(handed if self.tap == FINAL else self._norm(k, target)(handed))
+
+    def _norm(self, k: int, target: Model) -> Callable[[Tensor], Tensor]:
+        own = cast(MTPModule, self.blocks[k - 1]).norm
+        return target.norm if own is None else own
+
+    def forward(
+        self, hidden: Tensor, tokens: Tensor, target: Model, *, first: int = 1
+    ) -> list[Tensor]:
+        """Training: states [B, T, D] of `tokens` [B, T] -> logits of the modules `first`..D.
+
+        Those of module k are [B, T - k, V]; place i predicts token i + k + 1. Modules before
+        `first` only hand on: nothing of theirs, and no state that they read, gets a gradient.
         """
         embeddings, logits = target.embedding(tokens), []
         cos, sin = self.rotary(tokens.shape[1], hidden)
-        for k, module in enumerate(self.blocks, start=1):
+        for k in range(1, self.n_modules + 1):
             n = tokens.shape[1] - k
-            stream = module(hidden[:, :n], embeddings[:, k:], (cos[:, :n], sin[:, :n]))
-            hidden, own = self.handed_on(k, stream, target)
-            logits.append(own)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and k >= first):
+                hidden = self.step(
+                    k, target, hidden[:, :n], embeddings[:, k:], (cos[:, :n], sin[:, :n])
+                )
+            if k >= first:
+                logits.append(self.logits(k, hidden, target))
         return logits
+
+
+def resized(network: SequentialModules, n_modules: int) -> SequentialModules:
+    """`n_modules` modules with the weights of `network`'s; those beyond are copies of its last.
+
+    The start of MiMo's recipe (arXiv:2505.07608): one module, copied, whose copies are fine-tuned
+    at their depths. Nothing is shared with `network`; whatever was frozen there, copies train.
+
+    Raises:
+        ValueError: for fewer than one module.
+    """
+    if n_modules < 1:
+        raise ValueError(f"n_modules: expected at least 1, got {n_modules}")
+    last, first = network.blocks[-1], network.blocks[:n_modules]
+    copies = [copy.deepcopy(last).requires_grad_(True) for _ in range(n_modules - len(first))]
+    config = dataclasses.replace(network.config, num_hidden_layers=n_modules)
+    new = SequentialModules(config, tap=network.tap)
+    new.blocks = nn.ModuleList([*copy.deepcopy(first), *copies])
+    return new.train(network.training)
 
 
 def mtp_loss(
@@ -138,6 +192,7 @@ def mtp_loss(
     *,
     weight: float = 0.3,
     mask: Tensor | None = None,
+    first: int = 1,
 ) -> Tensor:
     """weight / D times the sum over the modules of their mean cross-entropy, Eq. 24-25.
 
@@ -152,13 +207,15 @@ def mtp_loss(
         tokens: [B, T] int64, right-padded, T >= D + 2.
         weight: lambda, positive.
         mask: [B, T] bool, True where a *token* counts as one to predict; None: all.
+        first: modules before this one are taken as they are: they neither count nor get a gradient,
+            D is the number of the others. 2 fine-tunes the copies of `resized` as MiMo does.
 
     Returns:
         A scalar.
 
     Raises:
         ValueError: for shapes that differ, a missing tap, too few tokens, a weight that is not
-            positive, or a mask that leaves a module nothing to predict.
+            positive, no module to train, or a mask that leaves one nothing to predict.
     """
     n_modules, width = network.n_modules, network.config.hidden_size
     if tokens.ndim != 2 or tokens.dtype != torch.long or tokens.shape[1] < n_modules + 2:
@@ -179,8 +236,10 @@ def mtp_loss(
             f"mask: expected bool of shape {list(tokens.shape)}, got {mask.dtype} of shape "
             f"{list(mask.shape)}"
         )
+    if not 1 <= first <= n_modules:
+        raise ValueError(f"first: expected 1..{n_modules} (modules), got {first}")
     losses = []
-    for k, logits in enumerate(network(states, tokens, target), start=1):
+    for k, logits in enumerate(network(states, tokens, target, first=first), start=first):
         labels, logits = tokens[:, k + 1 :], logits[:, :-1]
         if mask is not None:
             counts = mask[:, k + 1 :]

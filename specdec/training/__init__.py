@@ -1,11 +1,30 @@
-"""Training: corpora, one fit loop, and the commands that made the embedded models.
+"""Training: corpora, target features, one fit loop, and the commands of the embedded models.
 
 `python -m specdec.training target --out FOLDER` trains a byte-level target on the source of
-Python's standard library or any folder of text; `... draft --target FOLDER --out FOLDER` distils
-a draft model from it.
+Python's standard library or any folder of text; `... medusa --target FOLDER --out FOLDER` and its
+like train a drafter for it.
 """
 
-from .corpus import Corpus
+from .corpus import Corpus, Text
+from .distributed import Ranks, joined
+from .features import CachedFeatures, Features, TargetFeatures
 from .fit import fit, optimizers
+from .held_out import held_out_prompts, held_out_tau
+from .written import WrittenText, own, write_text
 
-__all__ = ["Corpus", "fit", "optimizers"]
+__all__ = [
+    "CachedFeatures",
+    "Corpus",
+    "Features",
+    "Ranks",
+    "TargetFeatures",
+    "Text",
+    "WrittenText",
+    "fit",
+    "held_out_prompts",
+    "held_out_tau",
+    "joined",
+    "optimizers",
+    "own",
+    "write_text",
+]

@@ -6,6 +6,7 @@ import sysconfig
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -27,12 +28,27 @@ LEFT_OUT = {
 }
 
 
+class Text(Protocol):
+    """What is trained on: a `Corpus`, or a `WrittenText` in its place."""
+
+    @property
+    def train(self) -> np.ndarray: ...
+    @property
+    def held_out(self) -> np.ndarray: ...
+    @property
+    def n_given(self) -> int: ...
+    def batch(self, step: int, batch_size: int, length: int, seed: int) -> Tensor: ...
+    def held_out_batch(self, batch_size: int, length: int, seed: int = 0) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Two byte strings, uint8: what to train on and whole files held out from it."""
 
     train: np.ndarray
     held_out: np.ndarray
+    n_given: ClassVar[int] = 0
+    """Tokens at the start of every window that are given and not to be predicted; see `own`."""
 
     @staticmethod
     def from_folder(

@@ -1,8 +1,8 @@
 """Several processes, one training: `torchrun --nproc-per-node 2 -m specdec.training ...`.
 
-Data parallelism in three lines: everything random is drawn for the *global* batch from (seed, step),
-identically in every process; each takes its rows of it (`Ranks.share`); after the backward pass
-the gradients are averaged (`Ranks.average_gradients`), so that all take the same step::
+Data parallelism: what is random is drawn for the *global* batch from (seed, step), identically in
+every process; each takes its rows of it (`Ranks.share`); after the backward pass the gradients are
+averaged (`Ranks.average_gradients`, which `fit` calls), so that all take the same step::
 
     with joined() as ranks:
         tokens = ranks.share(corpus.batch(step, batch_size, length, seed))
@@ -26,7 +26,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -45,7 +45,7 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def is_first(self) -> bool:
@@ -91,8 +91,7 @@ class Ranks:
             parameter.grad /= self.size
 
     def broadcast(self, value: T) -> T:
-        """The first rank's `value`, anything that can be pickled; tensors arrive on the CPU's side
-        they were on. What other ranks pass is ignored."""
+        """The first rank's `value`, anything that can be pickled; what others pass is ignored."""
         if self.size == 1:
             return value
         box = [value]

@@ -7,18 +7,25 @@ a held-out number: bits for a language model, tau for a drafter.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from .checkpoint import (
+    BEST,
+    LAST,
+    Best,
+    copy_into,
+    read_best,
+    resume,
+    save_state,
+    tensors_of,
+    write_best,
+)
 from .distributed import ALONE, Ranks
-from .shards import replace_file
 
 
 def optimizers(
@@ -51,15 +58,6 @@ def schedule(step: int, n_steps: int, warmup: int) -> float:
         return (step + 1) / warmup
     done = (step - warmup) / max(1, n_steps - warmup)
     return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-
-@dataclass(frozen=True)
-class Best:
-    """The weights (and buffers) of the best evaluation so far."""
-
-    step: int
-    value: float
-    weights: dict[str, Tensor]
 
 
 def fit(
@@ -107,7 +105,8 @@ def fit(
     rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     folder = None if folder is None else Path(folder)
     start, history = resume(module, optimizers, folder, ranks)
-    best = None if folder is None else read_best(folder / BEST, history)
+    found = read_best(folder / BEST, history) if folder is not None and ranks.is_first else None
+    best = ranks.broadcast(found)
     bar = tqdm(
         range(start, n_steps), initial=start, total=n_steps, desc=description, mininterval=1.0,
         disable=not ranks.is_first,
@@ -137,16 +136,16 @@ def fit(
         done, last, is_better = step + 1, step + 1 == n_steps, False
         if evaluate is not None and (last or done % evaluate_every == 0):
             module.eval()
-            value = ranks.broadcast(evaluate() if ranks.is_first else math.nan)
+            score = ranks.broadcast(evaluate() if ranks.is_first else math.nan)
             module.train()
-            if not math.isfinite(value):
-                raise FloatingPointError(f"the evaluation is {value} after step {step}")
-            history.append((done, value))
-            is_better = best is None or (value > best.value if maximize else value < best.value)
+            if not math.isfinite(score):
+                raise FloatingPointError(f"the evaluation is {score} after step {step}")
+            history.append((done, score))
+            is_better = best is None or (score > best.value if maximize else score < best.value)
             if is_better:
-                best = Best(done, value, tensors_of(module))
+                best = Best(done, score, tensors_of(module))
             if ranks.is_first:
-                tqdm.write(f"step {done}: {value:.4f}{' (best)' if is_better else ''}")
+                tqdm.write(f"step {done}: {score:.4f}{' (best)' if is_better else ''}")
         if folder is not None and ranks.is_first:
             if is_better and best is not None:
                 write_best(folder / BEST, best)
@@ -157,101 +156,3 @@ def fit(
     ranks.wait()  # what the first rank has written is there for all
     module.eval()
     return history
-
-
-LAST, BEST = "last.pt", "best.safetensors"
-
-
-def resume(
-    module: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
-    folder: Path | None,
-    ranks: Ranks,
-) -> tuple[int, list[tuple[int, float]]]:
-    """Load `folder/last.pt`, if there is one: the next step and the history.
-
-    Ranks start from the first rank's weights, with or without a checkpoint.
-    """
-    file = None if folder is None else folder / LAST
-    state = None
-    if file is not None and ranks.is_first and file.exists():
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    state = ranks.broadcast(state)
-    if state is None:
-        copy_into(module, ranks.broadcast(tensors_of(module)))
-        return 0, []
-    module.load_state_dict(state["module"])
-    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
-    return state["step"], [(step, value) for step, value in state["history"]]
-
-
-def save_state(
-    checkpoint: Path,
-    module: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
-    step: int,
-    history: list[tuple[int, float]],
-) -> None:
-    state = {
-        "module": module.state_dict(),
-        "step": step,
-        "history": history,
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-    }
-    replace_file(checkpoint, lambda partial: torch.save(state, partial))
-
-
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """A copy of every parameter and buffer, on the CPU; tied ones once, under their first name."""
-    named = dict(module.named_parameters()) | dict(module.named_buffers())
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
-
-
-@torch.no_grad()
-def copy_into(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """The inverse of `tensors_of`; a ValueError for weights of another module."""
-    named = dict(module.named_parameters()) | dict(module.named_buffers())
-    wrong = [
-        name
-        for name in sorted(named.keys() | weights.keys())
-        if name not in named or name not in weights or named[name].shape != weights[name].shape
-    ]
-    if wrong:
-        raise ValueError(f"weights: these do not fit the module: {wrong}")
-    for name, tensor in named.items():
-        tensor.copy_(weights[name])
-
-
-def write_best(file: Path, best: Best) -> None:
-    # written before the checkpoint of the same step, see read_best
-    about = {"step": str(best.step), "value": repr(best.value)}
-    replace_file(file, lambda partial: save_file(best.weights, partial, metadata=about))
-
-
-def read_best(file: Path, history: list[tuple[int, float]]) -> Best | None:
-    """The best weights on disk; None if there are none, or none of the run that `history` tells.
-
-    A run that broke between the two files has written best weights that the checkpoint does not
-    know of: it comes to them again.
-    """
-    if not file.exists():
-        return None
-    with safe_open(file, "pt") as opened:
-        about = opened.metadata()
-    step, value = int(about["step"]), float(about["value"])
-    return Best(step, value, load_file(file)) if (step, value) in history else None
-
-
-def load_best(module: nn.Module, folder: Path | str) -> tuple[int, float]:
-    """Load `folder/best.safetensors` into `module`; returns its (step, value).
-
-    Raises ValueError if there is none, or if it holds the weights of another module.
-    """
-    file = Path(folder) / BEST
-    if not file.is_file():
-        raise ValueError(f"folder: expected {BEST} in {folder}, found no such file")
-    with safe_open(file, "pt") as opened:
-        about = opened.metadata()
-    copy_into(module, load_file(file))
-    return int(about["step"]), float(about["value"])
