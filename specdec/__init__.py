@@ -6,7 +6,16 @@ result = specdec.generate(target, prompt, drafters["draft model"], max_new_token
 
 from .accept import Coupled, Greedy, Rejection, Typical
 from .draft import Draft
-from .drafters import DraftModel, Eagle, LayerSkip, Medusa, MedusaHeads, PromptLookup
+from .drafters import (
+    DraftModel,
+    Eagle,
+    LayerSkip,
+    Medusa,
+    MedusaHeads,
+    MTPHeads,
+    MTPModules,
+    PromptLookup,
+)
 from .functional import from_functional
 from .generate import Generation, Round, decode, generate
 from .load import Bundle, load
@@ -26,6 +35,8 @@ __all__ = [
     "Generation",
     "Greedy",
     "LayerSkip",
+    "MTPHeads",
+    "MTPModules",
     "Medusa",
     "MedusaHeads",
     "Model",

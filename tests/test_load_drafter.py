@@ -38,5 +38,5 @@ def test_a_folder_of_no_known_format_is_refused(tmp_path):
     """A stack trace about keys instead of the name of the folder."""
     (tmp_path / "config.json").write_text("{}")
     save_file({"some.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="holds no EAGLE layer"):
+    with pytest.raises(ValueError, match="holds no drafter of a known format"):
         load_drafter(tmp_path, target_for(GOLDEN / "eagle1"))

@@ -70,8 +70,12 @@ def test_chain_by_hand() -> None:
         tau_rows=9 / 4,
         acceptance_rate=4 / 6,  # 3 + 1 + 0 accepted; refused at depths 2 and 1
         by_depth=(
-            DepthAcceptance(depth=1, conditional=2 / 3, marginal=2 / 3, n_tested=3, by_rank=(2 / 3,)),
-            DepthAcceptance(depth=2, conditional=1 / 2, marginal=1 / 3, n_tested=2, by_rank=(1 / 2,)),
+            DepthAcceptance(
+                depth=1, conditional=2 / 3, marginal=2 / 3, n_tested=3, by_rank=(2 / 3,)
+            ),
+            DepthAcceptance(
+                depth=2, conditional=1 / 2, marginal=1 / 3, n_tested=2, by_rank=(1 / 2,)
+            ),
             DepthAcceptance(depth=3, conditional=1.0, marginal=1 / 3, n_tested=1, by_rank=(1.0,)),
         ),
         n_draft_nodes=12,
@@ -89,8 +93,12 @@ def test_tree_by_hand() -> None:
     assert metrics.acceptance_rate == 8 / 11
     assert metrics.by_depth == (
         DepthAcceptance(1, 4 / 5, 4 / 5, 5, (3 / 5, 1 / 5)),
-        DepthAcceptance(2, 3 / 4, 3 / 5, 4, (2 / 4, 1 / 4)),  # ran is a first child, is a second one
-        DepthAcceptance(3, 1 / 2, 1 / 5, 2, (1 / 2,)),  # on; to was refused; below `is` there was none
+        DepthAcceptance(
+            2, 3 / 4, 3 / 5, 4, (2 / 4, 1 / 4)
+        ),  # ran is a first child, is a second one
+        DepthAcceptance(
+            3, 1 / 2, 1 / 5, 2, (1 / 2,)
+        ),  # on; to was refused; below `is` there was none
     )
     assert metrics.n_draft_nodes == 35
 

@@ -5,6 +5,9 @@ from .eagle import Eagle1, Eagle3
 from .eagle_tree import Eagle
 from .layerskip import LayerSkip
 from .medusa import Medusa, MedusaHeads
+from .mtp import SequentialModules
+from .mtp_draft import MTPModules
+from .mtp_heads import MTPHeads, ParallelHeads
 from .prompt_lookup import PromptLookup
 
 __all__ = [
@@ -13,7 +16,11 @@ __all__ = [
     "Eagle1",
     "Eagle3",
     "LayerSkip",
+    "MTPHeads",
+    "MTPModules",
     "Medusa",
     "MedusaHeads",
+    "ParallelHeads",
     "PromptLookup",
+    "SequentialModules",
 ]

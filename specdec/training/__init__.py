@@ -5,6 +5,7 @@ Python's standard library or any folder of text; `... medusa --target FOLDER --o
 like train a drafter for it.
 """
 
+from .checkpoint import load_best
 from .corpus import Corpus, Text
 from .distributed import Ranks, joined
 from .features import CachedFeatures, Features, TargetFeatures
@@ -24,6 +25,7 @@ __all__ = [
     "held_out_prompts",
     "held_out_tau",
     "joined",
+    "load_best",
     "optimizers",
     "own",
     "write_text",

@@ -1,30 +1,32 @@
-"""`python -m specdec.training`: train a byte-level target, or distil a draft model from one."""
+"""`python -m specdec.training`: train a byte-level target, then a drafter of any method for it.
+
+    python -m specdec.training target --out runs/target
+    python -m specdec.training eagle3 --target runs/target --out runs/eagle3
+
+Each is resumed where it was broken off when called again, and runs on several processes under
+`torchrun --nproc-per-node N -m specdec.training ...` with the same global batch.
+"""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints import load_transformer, save_transformer
-from ..distill import distillation_loss
-from ..drafters.layerskip import (
-    block_states,
-    draw_kept,
-    exit_loss,
-    exit_loss_weights,
-    layer_dropout_rates,
-)
-from ..drafters.mtp import SequentialModules, mtp_loss
-from ..models import Transformer, TransformerConfig
-from .corpus import Corpus
+from ..checkpoints import load_transformer, save_mtp, save_transformer
+from ..models import Transformer
+from .corpus import Corpus, Text
+from .distributed import Ranks, joined
+from .features import CachedFeatures, TargetFeatures
 from .fit import fit, optimizers
+from .held_out import held_out_prompts, held_out_tau
+from .recipes import RECIPES, new_target, target_loss
+from .written import own, write_text
 
 
 def bits_per_byte(model: Transformer, tokens: Tensor) -> float:
@@ -37,125 +39,161 @@ def bits_per_byte(model: Transformer, tokens: Tensor) -> float:
     return total / len(tokens.split(8)) / math.log(2)
 
 
-def train_target(arguments: argparse.Namespace) -> tuple[nn.Module, dict[str, object]]:
-    """Next byte, at every exit under layer dropout, and one MTP module."""
-    config = TransformerConfig(
-        vocab_size=256,
-        hidden_size=arguments.width,
-        intermediate_size=arguments.inner,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
+def train_target(arguments: argparse.Namespace, ranks: Ranks) -> None:
+    """A target that can exit early and brings an MTP module, in the folders OUT and OUT-mtp."""
+    corpus = open_corpus(arguments.corpus)
+    target, mtp = new_target(arguments)
+    held_out = corpus.held_out_batch(64, arguments.length)
+    loss = target_loss(target, mtp, corpus, arguments, ranks)
+    modules = nn.ModuleDict({"target": target} | ({"mtp": mtp} if arguments.mtp_weight else {}))
+    card = run(
+        modules, loss, lambda: bits_per_byte(target, held_out), arguments, ranks, maximize=False
     )
-    model, corpus = fresh(config, arguments.seed), open_corpus(arguments.corpus)
-    mtp = SequentialModules(
-        dataclasses.replace(config, num_hidden_layers=1), tap=config.num_hidden_layers
-    ).reset_parameters(torch.Generator().manual_seed(arguments.seed + 1))
-    weights = exit_loss_weights(model.n_layers, arguments.exit_scale, linear=True)
-    rates = layer_dropout_rates(model.n_layers, arguments.layer_dropout, linear=True)
+    if ranks.is_first:
+        card |= {"held_out_bits_per_byte": card.pop("held_out")}
+        card |= {"train_bytes": len(corpus.train), "held_out_bytes": len(corpus.held_out)}
+        save_transformer(target, arguments.out, dtype=torch.bfloat16, metadata=card)
+        if arguments.mtp_weight:
+            save_mtp(mtp, f"{arguments.out}-mtp", dtype=torch.bfloat16, metadata=card)
+        print(f"{arguments.out}: {card}")
+
+
+def train_drafter(arguments: argparse.Namespace, ranks: Ranks) -> None:
+    """A drafter for a frozen target, selected by its held-out tau."""
+    target = load_transformer(arguments.target).to(ranks.device)
+    corpus: Text = open_corpus(arguments.corpus)
+    prompts = held_out_prompts(corpus)
+    recipe = RECIPES[arguments.what](target, arguments)
+    if arguments.written:
+        n_given = min(64, arguments.length // 2)
+        corpus = write_text(
+            arguments.written,
+            target,
+            corpus,
+            arguments.batches,
+            n_given=n_given,
+            n_new=arguments.length + 1 - n_given,
+            ranks=ranks,
+        )
+    source = TargetFeatures(
+        target, corpus, recipe.taps, arguments.batch, arguments.length, arguments.seed, ranks=ranks
+    )
+    features = source
+    if arguments.features:
+        features = CachedFeatures(source, arguments.features, arguments.steps)
 
     def loss_of(step: int) -> Tensor:
-        batch, length = arguments.batch, arguments.length
-        if step < 0.7 * arguments.steps:  # short windows first: attention costs less there
-            batch, length = 2 * batch, length // 2
-        tokens = corpus.batch(step, batch, length, arguments.seed)
-        generator = torch.Generator().manual_seed(arguments.seed * 1_000_003 + step)
-        hidden = block_states(model, tokens[:, :-1], draw_kept(rates, batch, generator))
-        loss = exit_loss(model, hidden, tokens[:, 1:], weights)
-        weight = 0.3 if step < 2 / 3 * arguments.steps else 0.1
-        return loss + mtp_loss(mtp, model, hidden, tokens[:, :-1], weight=weight)
+        tokens, hidden = features(step)
+        drawn = torch.Generator().manual_seed(
+            (arguments.seed * 1_000_003 + step) * ranks.size + ranks.rank
+        )
+        return recipe.loss(hidden, tokens, own(tokens, corpus), drawn)
 
-    return run(nn.ModuleDict({"target": model, "mtp": mtp}), model, loss_of, corpus, arguments)
-
-
-def train_draft(arguments: argparse.Namespace) -> tuple[Transformer, dict[str, object]]:
-    target = load_transformer(arguments.target)
-    config = TransformerConfig(
-        vocab_size=256,
-        hidden_size=arguments.width,
-        intermediate_size=3 * arguments.width,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
+    card = run(
+        recipe.network,
+        loss_of,
+        lambda: held_out_tau(target, recipe.drafter, prompts),
+        arguments,
+        ranks,
+        maximize=True,
     )
-    model, corpus = fresh(config, arguments.seed), open_corpus(arguments.corpus)
-
-    def loss_of(step: int) -> Tensor:
-        tokens = corpus.batch(step, arguments.batch, arguments.length, arguments.seed)[:, :-1]
-        with torch.no_grad():
-            p = target(tokens).logits
-        q = model(tokens).logits
-        assert p is not None and q is not None
-        return distillation_loss(q, p)
-
-    return run(model, model, loss_of, corpus, arguments)
+    if ranks.is_first:
+        card |= {"held_out_tau": card.pop("held_out")} | recipe.finish(corpus)
+        recipe.save(recipe.network, arguments.out, dtype=torch.bfloat16, metadata=card)
+        print(f"{arguments.out}: {card}")
 
 
-def fresh(config: TransformerConfig, seed: int) -> Transformer:
-    return Transformer(config).reset_parameters(torch.Generator().manual_seed(seed))
+def run(
+    module: nn.Module,
+    loss_of: Callable[[int], Tensor],
+    evaluate: Callable[[], float],
+    arguments: argparse.Namespace,
+    ranks: Ranks,
+    *,
+    maximize: bool,
+) -> dict[str, object]:
+    """Train `module`; returns what its card says of it, `held_out` the best evaluation."""
+    history = fit(
+        module,
+        loss_of,
+        optimizers(module, arguments.lr, arguments.muon_lr),
+        arguments.steps,
+        folder=Path(arguments.out) / "state",
+        warmup=min(100, arguments.steps // 10),
+        save_every=50,
+        evaluate=evaluate,
+        evaluate_every=max(1, arguments.steps // 8),
+        maximize=maximize,
+        ranks=ranks,
+        description=arguments.what,
+    )
+    values = [value for _, value in history]
+    return {
+        "held_out": round(max(values) if maximize else min(values), 4),
+        "seed": arguments.seed,
+        "steps": arguments.steps,
+        "bytes_seen": arguments.steps * arguments.batch * arguments.length,
+    }
 
 
 def open_corpus(folder: str | None) -> Corpus:
     return Corpus.standard_library() if folder is None else Corpus.from_folder(folder)
 
 
-def run(
-    trained: nn.Module,
-    model: Transformer,
-    loss_of: Callable[[int], Tensor],
-    corpus: Corpus,
-    arguments: argparse.Namespace,
-) -> tuple[Transformer, dict[str, object]]:
-    held_out = corpus.held_out_batch(64, arguments.length)
-    history = fit(
-        trained,
-        loss_of,
-        optimizers(trained, arguments.lr, arguments.muon_lr),
-        arguments.steps,
-        folder=Path(arguments.out) / "state",
-        evaluate=lambda: bits_per_byte(model, held_out),
-        evaluate_every=150,
-        save_every=50,
-        description=arguments.what,
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m specdec.training",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    return model, {
-        "held_out_bits_per_byte": round(history[-1][1], 4),
-        "seed": arguments.seed,
-        "steps": arguments.steps,
-        "bytes_seen": arguments.steps * arguments.batch * arguments.length,
-        "train_bytes": len(corpus.train),
-        "held_out_bytes": len(corpus.held_out),
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m specdec.training", description=__doc__)
     commands = parser.add_subparsers(dest="what", required=True)
-    for name, layers, width, steps in (("target", 8, 256, 1050), ("draft", 1, 96, 1500)):
-        command = commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for name, steps in {"target": 1050, **dict.fromkeys(RECIPES, 400)}.items():
+        about = (train_target if name == "target" else RECIPES[name]).__doc__
+        command = commands.add_parser(
+            name,
+            help=about,
+            description=about,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
         command.add_argument("--out", required=True, help="folder for config, weights and state")
         command.add_argument("--corpus", help="folder of text; default: Python's standard library")
-        command.add_argument("--layers", type=int, default=layers)
-        command.add_argument("--width", type=int, default=width)
         command.add_argument("--steps", type=int, default=steps)
-        command.add_argument("--batch", type=int, default=8)
+        command.add_argument("--batch", type=int, default=8, help="windows a step, of all ranks")
         command.add_argument("--length", type=int, default=512, help="bytes a window")
-        command.add_argument("--lr", type=float, default=3e-3)
-        command.add_argument("--muon-lr", type=float, default=6e-3)
+        command.add_argument("--lr", type=float, default=3e-3, help="AdamW's")
+        command.add_argument("--muon-lr", type=float, default=6e-3, help="Muon's, 0: AdamW alone")
         command.add_argument("--seed", type=int, default=0)
         if name == "target":
+            command.add_argument("--layers", type=int, default=8)
+            command.add_argument("--width", type=int, default=256)
             command.add_argument("--inner", type=int, default=576, help="width inside the MLP")
-            command.add_argument("--exit-scale", type=float, default=0.2)
+            command.add_argument("--exit-scale", type=float, default=0.2, help="0: no early exits")
             command.add_argument("--layer-dropout", type=float, default=0.1)
+            command.add_argument("--mtp-weight", type=float, default=0.3, help="0: no MTP module")
+            continue
+        command.add_argument("--target", required=True, help="folder of a trained target")
+        command.add_argument("--features", help="folder to cache the target's states in")
+        command.add_argument(
+            "--written", help="folder of text for the target to write; train on it"
+        )
+        command.add_argument("--batches", type=int, default=32, help="of 32 rows, with --written")
         if name == "draft":
-            command.add_argument("--target", required=True, help="folder of a trained target")
-    arguments = parser.parse_args()
-    train = train_target if arguments.what == "target" else train_draft
-    model, card = train(arguments)
-    save_transformer(model, arguments.out, dtype=torch.bfloat16, metadata=card)
-    print(f"{arguments.out}: {card}")
+            command.add_argument("--layers", type=int, default=1)
+            command.add_argument("--width", type=int, default=192)
+        if name == "eagle3":
+            command.add_argument(
+                "--unroll", type=int, default=4, help="steps of training-time test"
+            )
+        if name == "mtp":
+            command.add_argument("--module", required=True, help="folder of the target's module")
+            command.add_argument("--modules", type=int, default=3)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse(argv)
+    with joined() as ranks:
+        (train_target if arguments.what == "target" else train_drafter)(arguments, ranks)
 
 
 if __name__ == "__main__":

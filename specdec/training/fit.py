@@ -81,7 +81,8 @@ def fit(
 
     Args:
         module: what is trained; every parameter of it is saved, so leave a frozen target out.
-        loss_of: the loss of a step, a scalar; under several ranks, over this rank's share.
+        loss_of: the loss of a step, a scalar; under several ranks, over this rank's share. One that
+            has run its own backward passes, as `parallel_backward` does, returns a value without.
         optimizers: of the module's parameters; their rates are warmed up and decayed (`schedule`).
         folder: `last.pt` (weights and optimizers) is written there every `save_every` steps, and
             training goes on from it when called again; `best.safetensors` holds the parameters
@@ -98,7 +99,7 @@ def fit(
     Raises:
         FloatingPointError: at a loss, gradient or evaluation that is not finite, naming the step;
             the last checkpoint and the best weights stay as they were.
-        ValueError: for `ranks` that are not those that run.
+        ValueError: for `ranks` that are not those that run, or a loss without any gradient.
     """
     ranks.check()
     optimizers = list(optimizers)
@@ -121,7 +122,10 @@ def fit(
         value = ranks.mean(loss.item())
         if not math.isfinite(value):
             raise FloatingPointError(f"loss is {value} at step {step}")
-        loss.backward()
+        if loss.requires_grad:
+            loss.backward()
+        elif all(parameter.grad is None for parameter in module.parameters()):
+            raise ValueError(f"loss_of: no gradient reaches the module at step {step}")
         ranks.average_gradients(module.parameters())
         norm = float(nn.utils.clip_grad_norm_(module.parameters(), max_norm))
         if not math.isfinite(norm):

@@ -25,7 +25,7 @@ def ranks(tmp_path_factory):
     done = subprocess.run(
         [*command, "-m", "tests.training.two_ranks", str(out)],
         cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=300,
+        timeout=600,  # a busy machine; seconds on a free one
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)], done
@@ -98,6 +98,13 @@ def test_ranks_that_were_not_given_to_fit_are_missed(ranks):
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="ranks: expected the 1 that run"):
         fit(module, lambda step: module.weight.sum(), [sgd], 1, ranks=Ranks(0, 2))
+
+
+def test_ranks_share_the_work_of_shards(ranks):
+    """Catches shards made twice, or read before the other rank has made its own."""
+    first, second = ranks[0]
+    assert (first["made"], second["made"]) == ([0, 2, 4], [1, 3])
+    assert first["there"] == second["there"] == 5
 
 
 def test_the_first_rank_alone_speaks(ranks):

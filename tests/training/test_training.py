@@ -300,3 +300,33 @@ def test_optimizers_share_the_parameters_out():
     assert (adam.param_groups[0]["lr"], muon.param_groups[0]["lr"]) == (1e-3, 2e-3)
     (alone,) = optimizers(module, 1e-3)
     assert len(alone.param_groups[0]["params"]) == 3
+
+
+def test_a_loss_may_run_its_own_backward_passes():
+    """Catches gradients that `fit` clears, or a loss without gradient that it goes backward on."""
+    fitted = []
+    for self_run in (False, True):
+        module = nn.Linear(2, 1)
+        nn.init.ones_(module.weight)
+        sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+
+        def loss_of(step: int, module=module, self_run=self_run) -> Tensor:
+            loss = module(torch.ones(1, 2)).square().sum()
+            if self_run:
+                loss.backward()
+                return loss.detach()
+            return loss
+
+        nn.init.zeros_(module.bias)
+        fit(module, loss_of, [sgd], 3, warmup=0)
+        fitted.append(module.weight.detach().clone())
+    assert not torch.equal(fitted[0], torch.ones(1, 2))
+    assert torch.equal(*fitted)
+
+
+def test_a_loss_without_gradient_is_refused():
+    """Catches a training that runs to its end without training anything."""
+    module = nn.Linear(1, 1)
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="no gradient reaches the module at step 0"):
+        fit(module, lambda step: torch.tensor(1.0), [sgd], 3)

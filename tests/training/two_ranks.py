@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from specdec.training.distributed import Ranks, joined
 from specdec.training.fit import fit, optimizers
+from specdec.training.shards import write_shards
 
 N_ROWS, N_STEPS = 8, 20
 
@@ -109,6 +110,13 @@ def main(out: Path) -> None:
             fit(network, lambda step: network(global_batch(step)), optimizers(network, 0.1), 1)
         except ValueError as error:
             found["forgotten"] = str(error)
+        made: list[int] = []
+        write_shards(
+            out / "shards", {"kind": "test"}, 5, description="shards", ranks=ranks,
+            make=lambda number: {"n": torch.tensor([made.append(number) or number])},
+        )  # fmt: skip
+        found["made"] = made
+        found["there"] = len(list((out / "shards").glob("shard-*")))
         (out / f"rank{ranks.rank}.json").write_text(json.dumps(found))
     assert not torch.distributed.is_initialized()
 

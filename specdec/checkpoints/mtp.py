@@ -1,0 +1,61 @@
+"""Folders of multi-token prediction: sequential modules, or parallel heads, under our own names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..drafters.mtp import SequentialModules
+from ..drafters.mtp_heads import ParallelHeads
+from ..protocol import Model
+from .folder import config_of, fill, read_folder, write_folder
+
+
+def save_mtp(
+    network: SequentialModules | ParallelHeads,
+    folder: Path | str,
+    *,
+    dtype: torch.dtype | None = None,
+    metadata: Mapping[str, object] | None = None,
+) -> None:
+    """Write modules or heads; `metadata` goes into config.json under `training`."""
+    fields: dict[str, object] = dataclasses.asdict(network.config) | {"tap": network.tap}
+    if isinstance(network, SequentialModules):
+        fields |= {"kind": "sequential", "own_norm": network.blocks[0].norm is not None}
+    else:
+        fields |= {"kind": "parallel", "n_heads": network.n_heads}
+    write_folder(folder, fields, network.state_dict(), dtype, metadata)
+
+
+def load_modules(folder: Path | str, target: Model) -> SequentialModules:
+    """Read modules that `save_mtp` wrote, in the target's dtype, without gradients.
+
+    Raises:
+        ValueError: for a folder without the two files, of another kind, or with weights that do
+            not fit. Whether they fit the target is checked when a drafter begins.
+    """
+    fields, weights = _read(folder, "sequential")
+    network = SequentialModules(
+        config_of(fields, folder), tap=fields["tap"], own_norm=fields["own_norm"]
+    )
+    return fill(network.to(device=target.device, dtype=target.dtype), weights, folder)
+
+
+def load_heads(folder: Path | str, target: Model) -> ParallelHeads:
+    """Read parallel heads that `save_mtp` wrote; raises as `load_modules` does."""
+    fields, weights = _read(folder, "parallel")
+    network = ParallelHeads(config_of(fields, folder), fields["n_heads"], tap=fields["tap"])
+    return fill(network.to(device=target.device, dtype=target.dtype), weights, folder)
+
+
+def _read(folder: Path | str, kind: str) -> tuple[dict, dict[str, Tensor]]:
+    fields, weights = read_folder(folder)
+    if fields.get("kind") != kind:
+        raise ValueError(
+            f"folder: expected config.json in {folder} of kind {kind!r}, got {fields.get('kind')!r}"
+        )
+    return fields, weights

@@ -1,0 +1,223 @@
+"""What is trained how: one recipe a drafter, all for the one loop in `fit`.
+
+A recipe reads a frozen target's hidden states and the tokens they belong to. Where those come from
+(the target run on the fly, or a cache on disk) and how steps are made is not its business.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoints import load_modules, save_eagle, save_medusa, save_mtp, save_transformer
+from ..distill import distillation_loss
+from ..drafters import DraftModel, Eagle, Eagle1, Eagle3, Medusa, MedusaHeads, MTPHeads, MTPModules
+from ..drafters.eagle import eagle1_loss, eagle3_loss, eagle3_taps
+from ..drafters.layerskip import (
+    block_states,
+    draw_kept,
+    exit_loss,
+    exit_loss_weights,
+    layer_dropout_rates,
+)
+from ..drafters.medusa import medusa_loss, rank_accuracies
+from ..drafters.mtp import SequentialModules, mtp_loss, resized
+from ..drafters.mtp_heads import ParallelHeads, parallel_backward
+from ..generate import generate
+from ..models import Transformer, TransformerConfig
+from ..protocol import FINAL, Drafter
+from ..trees import search_choices
+from .corpus import Corpus
+from .distributed import ALONE, Ranks
+
+Hidden = Mapping[int, Tensor]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one drafter learns from the target's states."""
+
+    network: nn.Module
+    taps: tuple[int, ...]
+    """The target's states that `loss` reads."""
+    loss: Callable[[Hidden, Tensor, Tensor | None, torch.Generator], Tensor]
+    """Of hidden, tokens [B, T], the mask [B, T] of those that count or None, and what to draw noise
+    from, seeded anew in every step."""
+    drafter: Drafter
+    """A chain of the network, to select it by."""
+    save: Callable[..., None]
+    finish: Callable[[Corpus], dict[str, object]] = lambda corpus: {}
+    """What else its card says once it is trained."""
+
+
+def new_target(arguments: argparse.Namespace) -> tuple[Transformer, SequentialModules]:
+    """A fresh target of the shape asked for, and one MTP module for it."""
+    config = TransformerConfig(
+        vocab_size=256,
+        hidden_size=arguments.width,
+        intermediate_size=arguments.inner,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+    )
+    target = Transformer(config).reset_parameters(torch.Generator().manual_seed(arguments.seed))
+    module = SequentialModules(
+        dataclasses.replace(config, num_hidden_layers=1), tap=config.num_hidden_layers
+    ).reset_parameters(torch.Generator().manual_seed(arguments.seed + 1))
+    return target, module
+
+
+def target_loss(
+    target: Transformer,
+    mtp: SequentialModules,
+    corpus: Corpus,
+    arguments: argparse.Namespace,
+    ranks: Ranks = ALONE,
+) -> Callable[[int], Tensor]:
+    """The loss of a step: next byte at every exit under layer dropout, and that of the MTP module.
+
+    The first 7 of 10 steps read windows half as long and twice as many: attention costs less there.
+    The weight of the MTP loss falls to a third in the last third, as DeepSeek-V3's does.
+    """
+    n_layers = target.n_layers
+    weights = exit_loss_weights(n_layers, arguments.exit_scale, linear=True)
+    rates = layer_dropout_rates(n_layers, arguments.layer_dropout, linear=True)
+
+    def loss_of(step: int) -> Tensor:
+        batch, length = arguments.batch, arguments.length
+        if step < 0.7 * arguments.steps:
+            batch, length = 2 * batch, length // 2
+        tokens = ranks.share(corpus.batch(step, batch, length, arguments.seed))
+        drawn = torch.Generator().manual_seed(arguments.seed * 1_000_003 + step)
+        kept = ranks.share(draw_kept(rates, batch, drawn), dim=1)
+        hidden = block_states(target, tokens[:, :-1], kept)
+        loss = exit_loss(target, hidden, tokens[:, 1:], weights)
+        if not arguments.mtp_weight:
+            return loss
+        weight = arguments.mtp_weight * (1.0 if step < 2 / 3 * arguments.steps else 1 / 3)
+        return loss + mtp_loss(mtp, target, hidden, tokens[:, :-1], weight=weight)
+
+    return loss_of
+
+
+def draft(target: Transformer, arguments: argparse.Namespace) -> Recipe:
+    """A draft model distilled from the target: forward KL of its whole law at every place."""
+    width = arguments.width
+    config = dataclasses.replace(
+        target.config,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=max(1, width // 64),
+        num_key_value_heads=max(1, width // 64),
+    )
+    model = Transformer(config).reset_parameters(seeded(arguments))
+
+    def loss(hidden: Hidden, tokens: Tensor, mask: Tensor | None, _: torch.Generator) -> Tensor:
+        with torch.no_grad():
+            p = target.head(hidden[FINAL])
+        q = model(tokens).logits
+        assert q is not None
+        if mask is None:
+            return distillation_loss(q, p)
+        return distillation_loss(q[:, :-1], p[:, :-1], mask=mask[:, 1:])  # place t tells t + 1
+
+    return Recipe(model, (FINAL,), loss, DraftModel(model, n_drafts=4), save_transformer)
+
+
+def medusa(target: Transformer, arguments: argparse.Namespace) -> Recipe:
+    """Medusa-1: the heads on a frozen target."""
+    heads = MedusaHeads.for_target(target, n_heads=4)
+
+    def loss(hidden: Hidden, tokens: Tensor, mask: Tensor | None, _: torch.Generator) -> Tensor:
+        return medusa_loss(heads, hidden[FINAL], tokens, mask=mask)
+
+    chain = Medusa(heads, [[0] * depth for depth in range(1, 5)])
+    return Recipe(heads, chain.taps, loss, chain, save_medusa, searched(target, heads))
+
+
+def eagle1(target: Transformer, arguments: argparse.Namespace) -> Recipe:
+    """EAGLE-1: features and soft labels, with the paper's noise on the features."""
+    network = Eagle1(one_layer(target)).reset_parameters(seeded(arguments))
+
+    def loss(hidden: Hidden, tokens: Tensor, mask: Tensor | None, drawn: torch.Generator) -> Tensor:
+        return eagle1_loss(network, target, hidden, tokens, mask=mask, noise=0.1, generator=drawn)
+
+    return Recipe(network, network.taps, loss, Eagle(network, n_drafts=4), save_eagle)
+
+
+def eagle3(target: Transformer, arguments: argparse.Namespace) -> Recipe:
+    """EAGLE-3: three taps, training-time test over as many steps as are drafted."""
+    network = Eagle3(one_layer(target), eagle3_taps(target.n_layers))
+    network.reset_parameters(seeded(arguments)).copy_head(target)
+    weights = tuple(0.8**step for step in range(arguments.unroll))
+
+    def loss(hidden: Hidden, tokens: Tensor, mask: Tensor | None, _: torch.Generator) -> Tensor:
+        return eagle3_loss(network, target, hidden, tokens, mask=mask, step_weights=weights)
+
+    taps = (*network.taps, FINAL)
+    return Recipe(network, taps, loss, Eagle(network, n_drafts=4), save_eagle)
+
+
+def heads(target: Transformer, arguments: argparse.Namespace) -> Recipe:
+    """Parallel heads on the target's trunk, started as copies of its last block."""
+    network = ParallelHeads.for_target(target, n_heads=4)
+
+    def loss(hidden: Hidden, tokens: Tensor, mask: Tensor | None, _: torch.Generator) -> Tensor:
+        return parallel_backward(network, target, hidden, tokens, mask=mask, head_1=False)
+
+    drafter = MTPHeads(network)
+    return Recipe(network, (network.tap,), loss, drafter, save_mtp, searched(target, network))
+
+
+def mtp(target: Transformer, arguments: argparse.Namespace) -> Recipe:
+    """MiMo's recipe: the module trained with the target, copied; the copies learn, it does not."""
+    first = load_modules(arguments.module, target)
+    network = resized(first, arguments.modules)
+    network.blocks[0].requires_grad_(False)
+
+    def loss(hidden: Hidden, tokens: Tensor, mask: Tensor | None, _: torch.Generator) -> Tensor:
+        return mtp_loss(network, target, hidden, tokens, weight=1.0, mask=mask, first=2)
+
+    return Recipe(
+        network, (network.tap,), loss, MTPModules(network, n_drafts=arguments.modules), save_mtp
+    )
+
+
+RECIPES = {
+    "draft": draft,
+    "medusa": medusa,
+    "eagle1": eagle1,
+    "eagle3": eagle3,
+    "heads": heads,
+    "mtp": mtp,
+}
+"""The commands of `python -m specdec.training` besides `target`."""
+
+
+def searched(
+    target: Transformer, heads: MedusaHeads | ParallelHeads, n_nodes: int = 20
+) -> Callable[[Corpus], dict[str, object]]:
+    """The best tree of `n_nodes` by how often each rank is right on what the target writes."""
+
+    def finish(corpus: Corpus) -> dict[str, object]:
+        prompts = list(corpus.batch(0, 32, 127, seed=1))
+        written = generate(target, prompts, max_new_tokens=128).new_tokens
+        table = rank_accuracies(target, heads, written)
+        return {"choices": search_choices(table.tolist(), n_nodes)}
+
+    return finish
+
+
+def one_layer(target: Transformer) -> TransformerConfig:
+    return dataclasses.replace(target.config, num_hidden_layers=1)
+
+
+def seeded(arguments: argparse.Namespace) -> torch.Generator:
+    return torch.Generator().manual_seed(arguments.seed)

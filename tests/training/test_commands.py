@@ -1,0 +1,87 @@
+"""The commands of `python -m specdec.training`, each for two steps on a toy target."""
+
+import json
+
+import pytest
+import torch
+
+from specdec import DraftModel, generate
+from specdec.checkpoints import load_drafter, load_modules, load_transformer
+from specdec.training.__main__ import main
+from specdec.training.recipes import RECIPES
+
+SMALL = ["--steps", "2", "--batch", "4", "--length", "48"]
+PROMPT = torch.tensor([10, 20, 30])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A text, and a target with its module trained on it."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "text").mkdir()
+    for i in range(60):
+        (folder / "text" / f"m{i}.txt").write_text(f"number {i} of sixty, " * 20)
+    shape = ["--layers", "7", "--width", "32", "--inner", "32"]
+    main(["target", "--out", f"{folder}/target", "--corpus", f"{folder}/text", *shape, *SMALL])
+    return folder
+
+
+def options(folder, name: str) -> list[str]:
+    own = {
+        "mtp": ["--module", f"{folder}/target-mtp"],
+        "eagle3": ["--unroll", "2"],
+        "draft": ["--width", "16"],
+    }
+    text = ["--corpus", f"{folder}/text", "--target", f"{folder}/target"]
+    return [name, "--out", f"{folder}/{name}", *text, *SMALL, *own.get(name, [])]
+
+
+def test_the_target_comes_with_its_module_and_its_card(folder):
+    """A module of another width or tap, and numbers that nobody can reproduce."""
+    target = load_transformer(folder / "target", torch.float64)
+    assert load_modules(folder / "target-mtp", target).tap == target.n_layers == 7
+    card = json.loads((folder / "target" / "config.json").read_text())["training"]
+    assert {"held_out_bits_per_byte", "seed", "steps", "bytes_seen"} <= card.keys()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_a_command_writes_drafts_for_the_target(folder, name):
+    """A folder that nothing reads, a loss that lacks its tap, a drafter of another target."""
+    main(options(folder, name))
+    target = load_transformer(folder / "target", torch.float64)
+    drafter = (
+        DraftModel(load_transformer(folder / name, torch.float64))
+        if name == "draft"
+        else load_drafter(folder / name, target)
+    )
+    plain = generate(target, PROMPT, max_new_tokens=8)
+    run = generate(target, PROMPT, drafter, max_new_tokens=8)
+    assert run.sequences[0].tolist() == plain.sequences[0].tolist()
+    assert any(r.draft.n_nodes for r in run.rounds)
+    card = json.loads((folder / name / "config.json").read_text())["training"]
+    assert card["held_out_tau"] >= 1
+    assert ("choices" in card) == (name in ("medusa", "heads"))
+
+
+def test_the_frozen_parts_stay_as_they_are(folder):
+    """MiMo's recipe that trains the first module, which the copies are to follow."""
+    main([*options(folder, "mtp")[:2], f"{folder}/mtp-again", *options(folder, "mtp")[3:]])
+    target = load_transformer(folder / "target", torch.float64)
+    first = load_modules(folder / "target-mtp", target)
+    three = load_modules(folder / "mtp-again", target)
+    name = "projection.weight"
+    assert three.n_modules == 3
+    weight = first.blocks[0].get_parameter(name)
+    assert torch.equal(three.blocks[0].get_parameter(name), weight)
+    assert not torch.equal(three.blocks[1].get_parameter(name), weight)
+
+
+def test_text_of_its_own_and_cached_states(folder):
+    """Options that fit no recipe: the mask of written text, the taps of a cache."""
+    own = ["--written", f"{folder}/written", "--batches", "1", "--features", f"{folder}/features"]
+    command = [*options(folder, "medusa"), *own]
+    main([*command[:2], f"{folder}/medusa-own", *command[3:]])
+    target = load_transformer(folder / "target", torch.float64)
+    assert load_drafter(folder / "medusa-own", target)
+    assert list((folder / "written").glob("*.safetensors"))
+    assert list((folder / "features").glob("*.safetensors"))
