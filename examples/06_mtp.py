@@ -10,6 +10,7 @@
 # %%
 import copy
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
 
@@ -50,8 +51,8 @@ print(f"1 module: {size(module)}; {modules.n_modules} modules: {size(modules)}")
 # %% [markdown]
 # ## Who knows what
 #
-# After `raise ` two bytes are likely. Head 2 speaks of the byte behind, whichever it will be: it can
-# only say something that goes well with either. The module is told which one it was.
+# After `raise ` more than one byte is likely. Head 2 speaks of the byte behind, whichever it will
+# be: it can only say what goes well with all of them. The module is told which one it was.
 
 # %%
 text = prompts["code"][0]
@@ -143,10 +144,10 @@ for name, drafter in designs.items():
 # %% [markdown]
 # ## Drafting, and dropping the modules
 #
-# The same drafters in the loop, the same number of passes of the target each. Then the single module
-# with its weights replaced by noise. The target reads nothing of its modules, so what it writes does
-# not change; `drafted` would raise if it did. Trained in, they may have made it a better model;
-# afterwards they can stay or go.
+# The same drafters in the loop, the same number of passes of the target each. Then the single
+# module with its weights replaced by noise. The target reads nothing of its modules, so what it
+# writes does not change; `drafted` would raise if it did. Trained in, they may have made it a
+# better model; afterwards they can stay or go.
 
 # %%
 N_PASSES = 24
@@ -195,21 +196,24 @@ class Kept:
 
 
 class Logits:
-    """Counts tensors as large as one head's logits among those kept for the backward pass."""
+    """Counts the heads whose log-probabilities are kept for the backward pass."""
 
     def __init__(self) -> None:
-        self.alive = self.most = 0
+        self.alive: Counter[int] = Counter()
+        self.most = 0
 
     def pack(self, tensor: torch.Tensor) -> Kept:
         kept = Kept(tensor)
-        if tensor.shape[-1] == V and tensor.numel() >= B * (T - heads.n_heads) * V:
-            self.alive += 1
-            self.most = max(self.most, self.alive)
-            weakref.finalize(kept, self.release)
+        if tensor.ndim == 2 and tensor.shape[1] == V and tensor.is_floating_point():
+            total = tensor.exp().sum(dim=1)  # hidden states may be as wide, but do not sum to 1
+            if bool(((total - 1).abs() < 1e-6).all()):
+                self.alive[tensor.data_ptr()] += 1
+                self.most = max(self.most, len(+self.alive))
+                weakref.finalize(kept, self.release, tensor.data_ptr())
         return kept
 
-    def release(self) -> None:
-        self.alive -= 1
+    def release(self, pointer: int) -> None:
+        self.alive[pointer] -= 1
 
 
 def backward(run: Callable[..., torch.Tensor], count: Logits) -> Iterator[torch.Tensor]:
@@ -240,8 +244,8 @@ print(f"gradients of {len(pairs)} weights, largest relative difference {furthest
 #
 # 1. Let the heads draft trees (`MTPHeads(heads, choices)`, `search_choices`): what do they win back
 #    of what they do not know?
-# 2. `right_to_depth` with `n_drafts=6` for the module that is run again. And for EAGLE's layers, which
-#    do the same and were trained for it?
+# 2. `right_to_depth` with `n_drafts=6` for the module that is run again. And for EAGLE's layers,
+#    which do the same?
 # 3. A module reads the state h_t and the token x_{t+1}. Feed it x_t instead. Which of the checks in
 #    this file notices? (Compare the end of `05_eagle.py`.)
 # 4. Freeze the target in `backward`. How many logits are alive in the plain form, and why does the

@@ -61,12 +61,13 @@ def train_target(arguments: argparse.Namespace, ranks: Ranks) -> None:
 def train_drafter(arguments: argparse.Namespace, ranks: Ranks) -> None:
     """A drafter for a frozen target, selected by its held-out tau."""
     target = load_transformer(arguments.target).to(ranks.device)
-    corpus: Text = open_corpus(arguments.corpus)
+    corpus = open_corpus(arguments.corpus)
+    text: Text = corpus
     prompts = held_out_prompts(corpus)
     recipe = RECIPES[arguments.what](target, arguments)
     if arguments.written:
         n_given = min(64, arguments.length // 2)
-        corpus = write_text(
+        text = write_text(
             arguments.written,
             target,
             corpus,
@@ -76,7 +77,7 @@ def train_drafter(arguments: argparse.Namespace, ranks: Ranks) -> None:
             ranks=ranks,
         )
     source = TargetFeatures(
-        target, corpus, recipe.taps, arguments.batch, arguments.length, arguments.seed, ranks=ranks
+        target, text, recipe.taps, arguments.batch, arguments.length, arguments.seed, ranks=ranks
     )
     features = source
     if arguments.features:
@@ -87,7 +88,7 @@ def train_drafter(arguments: argparse.Namespace, ranks: Ranks) -> None:
         drawn = torch.Generator().manual_seed(
             (arguments.seed * 1_000_003 + step) * ranks.size + ranks.rank
         )
-        return recipe.loss(hidden, tokens, own(tokens, corpus), drawn)
+        return recipe.loss(hidden, tokens, own(tokens, text), drawn)
 
     card = run(
         recipe.network,
