@@ -32,13 +32,18 @@ def measure_all(
         run = generate(target, prompts, drafter, max_new_tokens=n_tokens)
         same = [bool((a == b).all()) for a, b in zip(run.sequences, plain.sequences, strict=True)]
         if not all(same):
-            tqdm.write(f"{name}: {same.count(False)} of {len(same)} rows differ from plain decoding")
+            tqdm.write(
+                f"{name}: {same.count(False)} of {len(same)} rows differ from plain decoding"
+            )
         metrics[name] = run.metrics
     return metrics
 
 
 def table(metrics: Mapping[str, Metrics]) -> str:
-    lines = ["| drafter | tau | depth | conditional | marginal | by rank | tested |", "|---" * 7 + "|"]
+    lines = [
+        "| drafter | tau | depth | conditional | marginal | by rank | tested |",
+        "|---" * 7 + "|",
+    ]
     for name, m in metrics.items():
         for d in m.by_depth:
             ranks = " ".join(f"{share:.0%}" for share in d.by_rank) if len(d.by_rank) > 1 else ""

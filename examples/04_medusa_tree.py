@@ -171,7 +171,8 @@ ranks = [",".join(map(str, path)) for path in shape.paths]
 best = max(runs["searched, 16"], key=lambda r: int(r.n_accepted[0]))
 path = best.path[0, : int(best.n_accepted[0])].tolist()
 filled = [
-    f"{shown(token)}{' ✓' if i in path else ''}" for i, token in enumerate(best.draft.tokens[0])
+    f"{shown(token)}{' ✓' if i in path else ''}"
+    for i, token in enumerate(best.draft.tokens[0].tolist())
 ]
 left, right = (list(branches(shape.parents.tolist(), labels)) for labels in (ranks, filled))
 print(f"{'root':24}root")

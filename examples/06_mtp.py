@@ -218,7 +218,8 @@ class Logits:
 
 def backward(run: Callable[..., torch.Tensor], count: Logits) -> Iterator[torch.Tensor]:
     """One backward pass through fresh copies of target and heads; their gradients."""
-    model, network = (copy.deepcopy(part).double().requires_grad_(True) for part in (target, heads))
+    model = copy.deepcopy(target).double().requires_grad_(True)
+    network = copy.deepcopy(heads).double().requires_grad_(True)
     batch = corpus.batch(0, B, T - 1, seed=0)  # [B, T]
     with torch.autograd.graph.saved_tensors_hooks(count.pack, lambda kept: kept.tensor):
         loss = run(network, model, network.trunk(model, batch), batch)

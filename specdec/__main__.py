@@ -22,16 +22,28 @@ from .page import to_html
 from .prompts import CALIBRATION
 from .trace import to_terminal, trace
 
+KINDS = ("code", "edit")
+"""Prompts that are decoded by default."""
+
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
     torch.set_num_threads(arguments.threads or torch.get_num_threads())
     bundle = load(arguments.bundle)
-    target, tokenizer = bundle.target, bundle.tokenizer
+    target, tokenizer, drafters = bundle.target, bundle.tokenizer, bundle.drafters
+    if arguments.only:
+        drafters = {
+            name: drafter
+            for name, drafter in drafters.items()
+            if any(word in name for word in arguments.only)
+        }
+    if not drafters:
+        raise SystemExit(f"--only: expected part of a name of {list(bundle.drafters)}")
     n_prompts = None if arguments.all else 1
     prompts = {
         kind: [tokenizer.encode(text) for text in texts[:n_prompts]]
         for kind, texts in bundle.prompts.items()
+        if arguments.all or kind in KINDS
     }
     print(
         f"specdec {__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads; "
@@ -44,11 +56,11 @@ def main(argv: list[str] | None = None) -> None:
             f"got {arguments.tokens}"
         )
     costs = calibrate(
-        target, bundle.drafters, [tokenizer.encode(t) for t in CALIBRATION], progress=True
+        target, drafters, [tokenizer.encode(t) for t in CALIBRATION], 32, progress=True
     )
     rows, runs = compare_drafters(
         target,
-        bundle.drafters,
+        drafters,
         prompts,
         max_new_tokens=arguments.tokens,
         costs=costs,
@@ -78,7 +90,9 @@ def main(argv: list[str] | None = None) -> None:
         )
         print(f"wrote {arguments.html}")
     if arguments.json:
-        arguments.json.write_text(json.dumps([record(row) for row in rows], indent=2) + "\n")
+        arguments.json.write_text(
+            json.dumps([record(row, arguments) for row in rows], indent=2) + "\n"
+        )
         print(f"wrote {arguments.json}")
 
 
@@ -91,9 +105,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--bundle", default="tiny", choices=["tiny"], help="which embedded models (default: tiny)"
     )
-    parser.add_argument("--all", action="store_true", help="all prompts, not one of each kind")
-    parser.add_argument("--tokens", type=int, default=64, help="new bytes per prompt (default: 64)")
-    parser.add_argument("--repeats", type=int, default=3, help="repetitions (default: 3)")
+    parser.add_argument(
+        "--all", action="store_true", help=f"all prompts, not one each of {' and '.join(KINDS)}"
+    )
+    parser.add_argument(
+        "--only", action="append", metavar="WORD", help="drafters with this in their name"
+    )
+    parser.add_argument("--tokens", type=int, default=48, help="new bytes per prompt (default: 48)")
+    parser.add_argument("--repeats", type=int, default=2, help="repetitions (default: 2)")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the traces as one page")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
@@ -175,7 +194,7 @@ def pieces(rows: list[Row], costs: dict[str, Costs]) -> str:
         mid = sorted(own, key=lambda row: row.speedup)[len(own) // 2]
         assert mid.bounds is not None
         lines.append(
-            f"  {name:18} on {mid.prompt_kind:9}  L {cost.step * 1e3:.2f} ms  "
+            f"  {name:20} on {mid.prompt_kind:9}  L {cost.step * 1e3:.2f} ms  "
             f"T_d/T_t {mid.draft_to_verify:.2f}  T_t/L {mid.verify_to_step:.2f}  "
             f"T_d->0: {mid.bounds.free_draft:.2f}x  T_t->L: {mid.bounds.verify_as_step:.2f}x  "
             f"loop {mid.loop_share:.1%}"
@@ -183,7 +202,7 @@ def pieces(rows: list[Row], costs: dict[str, Costs]) -> str:
     return "\n".join(lines)
 
 
-def record(row: Row) -> dict[str, object]:
+def record(row: Row, arguments: argparse.Namespace) -> dict[str, object]:
     """A row as JSON, stamped with what it was measured with."""
     names = (
         "drafter",
@@ -194,9 +213,16 @@ def record(row: Row) -> dict[str, object]:
         "target_passes",
         "tokens_per_second",
         "speedup",
+        "spread",
         "predicted_speedup",
+        "predicted_without_overhead",
+        "draft_to_verify",
+        "verify_to_step",
+        "loop_share",
     )
     return {name: getattr(row, name) for name in names} | {
+        "tokens": arguments.tokens,
+        "repeats": arguments.repeats,
         "version": __version__,
         "commit": commit(),
         "torch": torch.__version__,

@@ -16,7 +16,14 @@ KEYS = {
     "target_passes",
     "tokens_per_second",
     "speedup",
+    "spread",
     "predicted_speedup",
+    "predicted_without_overhead",
+    "draft_to_verify",
+    "verify_to_step",
+    "loop_share",
+    "tokens",
+    "repeats",
     "version",
     "commit",
     "torch",
@@ -32,6 +39,10 @@ def test_the_main_job_prints_a_table_a_trace_and_writes_files(tmp_path, capsys):
             "6",
             "--repeats",
             "1",
+            "--only",
+            "lookup",
+            "--only",
+            "medusa",
             "--json",
             str(tmp_path / "rows.json"),
             "--html",
@@ -40,12 +51,12 @@ def test_the_main_job_prints_a_table_a_trace_and_writes_files(tmp_path, capsys):
     )
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert all(row.keys() == KEYS for row in rows)
-    assert {row["prompt_kind"] for row in rows} == {"code", "docstring", "edit", "table"}
+    assert {row["prompt_kind"] for row in rows} == {"code", "edit"}
     assert {row["drafter"] for row in rows} == {
         "plain",
         "prompt lookup",
-        "draft model",
-        "draft model, tree",
+        "medusa",
+        "medusa, tree",
     }
     assert all(row["lossless"] for row in rows)
     assert all(row["tau"] == 1.0 for row in rows if row["drafter"] == "plain")
@@ -53,6 +64,12 @@ def test_the_main_job_prints_a_table_a_trace_and_writes_files(tmp_path, capsys):
     printed = capsys.readouterr().out
     for word in ("speed-up", "predicted", "T_d/T_t", "T_t/L", "T_d->0", "T_t->L", "accepted"):
         assert word in printed, word
+
+
+def test_a_word_that_no_drafter_has_is_refused():
+    """Catches an empty table, or a stack trace of statistics on nothing."""
+    with pytest.raises(SystemExit, match=r"--only: expected part of a name of .*'layerskip'"):
+        main(["--only", "no such drafter"])
 
 
 @pytest.mark.parametrize(
