@@ -1,4 +1,4 @@
-"""`python -m benchmarks.tables ROWS.json [WORD ...]`: rows of `python -m specdec --json` as a table.
+"""`python -m benchmarks.tables ROWS.json [WORD ...]`: rows of `python -m specdec --json FILE`.
 
 Markdown, for the docs: the drafters with one of the words in their name, or all of them.
 """

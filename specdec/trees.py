@@ -129,7 +129,7 @@ def search_choices(accuracies: Tensor | Sequence[Sequence[float]], n_nodes: int)
 
     Args:
         accuracies: [n_heads, n_ranks], how often the candidate of this rank is the true token at
-            this depth; see `specdec.drafters.medusa.rank_accuracies`.
+            this depth; see `specdec.drafters.static_draft.rank_accuracies`.
         n_nodes: nodes of the tree, root excluded.
 
     Returns:

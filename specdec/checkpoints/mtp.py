@@ -23,7 +23,7 @@ def save_mtp(
     metadata: Mapping[str, object] | None = None,
 ) -> None:
     """Write modules or heads; `metadata` goes into config.json under `training`."""
-    fields: dict[str, object] = dataclasses.asdict(network.config) | {"tap": network.tap}
+    fields: dict[str, object] = {**dataclasses.asdict(network.config), "tap": network.tap}
     if isinstance(network, SequentialModules):
         fields |= {"kind": "sequential", "own_norm": network.blocks[0].norm is not None}
     else:

@@ -6,7 +6,7 @@ import sysconfig
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -47,8 +47,11 @@ class Corpus:
 
     train: np.ndarray
     held_out: np.ndarray
-    n_given: ClassVar[int] = 0
-    """Tokens at the start of every window that are given and not to be predicted; see `own`."""
+
+    @property
+    def n_given(self) -> int:
+        """Tokens at the start of every window that are not to be predicted: none; see `own`."""
+        return 0
 
     @staticmethod
     def from_folder(
