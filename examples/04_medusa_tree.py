@@ -28,7 +28,7 @@ from specdec import (
     generate,
     load,
 )
-from specdec.drafters.medusa import rank_accuracies
+from specdec.drafters.static_draft import rank_accuracies
 from specdec.metrics import measure
 from specdec.pictures import tree_svg
 from specdec.testing import compare
@@ -49,13 +49,13 @@ def shown(token: int) -> str:
 # %% [markdown]
 # ## What the heads say at one place
 #
-# The target has read some code up to an opening bracket. Its own next byte is the root; the heads
+# The target has read some code up to the middle of a word. Its own next byte is the root; the heads
 # read the same state and speak of the bytes behind the root. Three candidates each, with what the
 # heads hold them for, and in brackets what the target goes on to write.
 
 # %%
 text = prompts["code"][0]
-read = text[: text.index("item, 0)")]
+read = text[: text.index("lueError")]
 tokens = tokenizer.encode(read)
 own = generate(target, tokens, max_new_tokens=1 + heads.n_heads).new_tokens[0].tolist()
 with torch.no_grad():

@@ -3,7 +3,7 @@
 #
 # The head turns a state of the target, a *feature*, into the next token. EAGLE trains one decoder
 # layer to say the next feature, hands that to the target's own head, and feeds it back in. We look
-# at what it reads, train one for half a minute, grow a tree with it, see why EAGLE-3 is trained on
+# at what it reads, train one for some seconds, grow a tree with it, see why EAGLE-3 is trained on
 # its own mistakes, and plant the bug that every implementation has had once.
 
 # %%
@@ -85,14 +85,14 @@ print(f"cosine of the two next features: {F.cosine_similarity(*after, dim=0):.2f
 # steps what counts in the end: tau on held-out text, with chains of four.
 
 # %%
-N_STEPS, EVERY, N_DRAFTS = 60, 12, 4
+N_STEPS, EVERY, N_DRAFTS = 48, 12, 4
 
 
 def windows(seed: int, n: int, length: int) -> list[torch.Tensor]:
     return list(corpus.held_out_batch(n, length - 1, seed))
 
 
-watched = windows(seed=1, n=6, length=64)
+watched = windows(seed=1, n=4, length=64)
 
 
 def tau_of(network: Network) -> float:
@@ -138,7 +138,7 @@ fresh.requires_grad_(False)
 # gets the same number of passes of the target.
 
 # %%
-N_PASSES = 24
+N_PASSES = 20
 BUDGET = 7 * N_PASSES  # more than any draft here can fill in as many rounds
 held_out = windows(seed=2, n=6, length=64)
 plain = generate(target, held_out, max_new_tokens=BUDGET).sequences
@@ -161,7 +161,9 @@ for name in ("eagle-1", "eagle-3"):
     layers[name] = drafter.network
 
 names = ("eagle-1", "eagle-1, tree", "eagle-3", "eagle-3, tree")
-runs: dict[str, list[Round]] = {"60 steps, as above": drafted(Eagle(fresh, n_drafts=N_DRAFTS))}
+runs: dict[str, list[Round]] = {
+    f"{N_STEPS} steps, as above": drafted(Eagle(fresh, n_drafts=N_DRAFTS))
+}
 runs |= {name: drafted(drafters[name]) for name in names}
 print(f"\n{'drafter':20}{'nodes a round':>14}{'tau':>6}   each in {N_PASSES} passes of the target")
 for name, rounds in runs.items():
@@ -254,6 +256,12 @@ for name, shares in zip(layers, in_place, strict=True):
     print(f"{name}: of what it gets right at depth 1, {shares[-1] / shares[0]:.0%} at depth {DEEP}")
 
 # %% [markdown]
+# EAGLE-3 bets that the features of a large target are more than one layer can predict, and that more
+# training would not change that. Whether the bet pays *here* is for the table to say. This target
+# is small, and a single layer a good part of it: where features are hit nearly exactly, there is no
+# error of one's own to get used to. And EAGLE-3 gives something up: it begins from other states and
+# with a head that has to be trained, too.
+#
 # ## The bug that everybody has once
 #
 # Pair t is (h_t, x_{t+1}). Take the feature one place earlier, (h_{t-1}, x_{t+1}): shapes fit,

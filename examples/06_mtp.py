@@ -138,8 +138,8 @@ designs: dict[str, Drafter] = {
 print(f"\n{'right down to depth':24}{''.join(f'{depth:6d}' for depth in range(1, DEPTH + 1))}")
 for name, drafter in designs.items():
     shares = right_to_depth(drafter)
-    tau = 1 + sum(shares)  # what a round would yield if it began anywhere
-    print(f"{name:24}{''.join(f'{share:6.0%}' for share in shares)}   {'#' * round(12 * tau)}")
+    worth = sum(shares)  # drafts that a round would get accepted if it began anywhere
+    print(f"{name:24}{''.join(f'{share:6.0%}' for share in shares)}   {'#' * round(20 * worth)}")
 
 # %% [markdown]
 # ## Drafting, and dropping the modules
@@ -245,7 +245,7 @@ print(f"gradients of {len(pairs)} weights, largest relative difference {furthest
 #
 # 1. Let the heads draft trees (`MTPHeads(heads, choices)`, `search_choices`): what do they win back
 #    of what they do not know?
-# 2. `right_to_depth` with `n_drafts=6` for the module that is run again. And for EAGLE's layers,
+# 2. `right_to_depth` with `DEPTH = 6` for the module that is run again. And for EAGLE's layers,
 #    which do the same?
 # 3. A module reads the state h_t and the token x_{t+1}. Feed it x_t instead. Which of the checks in
 #    this file notices? (Compare the end of `05_eagle.py`.)

@@ -185,6 +185,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             command.add_argument(
                 "--unroll", type=int, default=4, help="steps of training-time test"
             )
+            command.add_argument(
+                "--taps", type=int, nargs="+", help="states to fuse; default: the published ones"
+            )
         if name == "mtp":
             command.add_argument("--module", required=True, help="folder of the target's module")
             command.add_argument("--modules", type=int, default=3)

@@ -154,7 +154,8 @@ def eagle1(target: Transformer, arguments: argparse.Namespace) -> Recipe:
 
 def eagle3(target: Transformer, arguments: argparse.Namespace) -> Recipe:
     """EAGLE-3: three taps, training-time test over as many steps as are drafted."""
-    network = Eagle3(one_layer(target), eagle3_taps(target.n_layers))
+    taps = arguments.taps or eagle3_taps(target.n_layers)
+    network = Eagle3(one_layer(target), taps)
     network.reset_parameters(seeded(arguments)).copy_head(target)
     weights = tuple(0.8**step for step in range(arguments.unroll))
 
