@@ -256,8 +256,8 @@ for name, shares in zip(layers, in_place, strict=True):
     print(f"{name}: of what it gets right at depth 1, {shares[-1] / shares[0]:.0%} at depth {DEEP}")
 
 # %% [markdown]
-# EAGLE-3 bets that the features of a large target are more than one layer can predict, and that more
-# training would not change that. Whether the bet pays *here* is for the table to say. This target
+# EAGLE-3 bets that the features of a large target are more than one layer can predict, and that
+# more training would not change that. Whether the bet pays *here* is for the table to say. This target
 # is small, and a single layer a good part of it: where features are hit nearly exactly, there is no
 # error of one's own to get used to. And EAGLE-3 gives something up: it begins from other states and
 # with a head that has to be trained, too.
