@@ -257,10 +257,10 @@ for name, shares in zip(layers, in_place, strict=True):
 
 # %% [markdown]
 # EAGLE-3 bets that the features of a large target are more than one layer can predict, and that
-# more training would not change that. Whether the bet pays *here* is for the table to say. This target
-# is small, and a single layer a good part of it: where features are hit nearly exactly, there is no
-# error of one's own to get used to. And EAGLE-3 gives something up: it begins from other states and
-# with a head that has to be trained, too.
+# more training would not change that. Whether the bet pays *here* is for the table to say. This
+# target is small, and a single layer a good part of it: where features are hit nearly exactly,
+# there is no error of one's own to get used to. And EAGLE-3 gives something up: it begins from
+# other states, and with a head that has to be trained, too.
 #
 # ## The bug that everybody has once
 #
