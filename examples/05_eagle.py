@@ -81,11 +81,11 @@ print(f"cosine of the two next features: {F.cosine_similarity(*after, dim=0):.2f
 #
 # `eagle1_loss` compares the predicted feature with the true one (smooth L1), and the two laws that
 # the head makes of them (cross-entropy, weight 0.1). The target is frozen: it supplies features,
-# the embedding of the tokens, and its head. Eight windows of 128 bytes a step, and every dozen
+# the embedding of the tokens, and its head. Eight windows of 128 bytes a step, and every ten
 # steps what counts in the end: tau on held-out text, with chains of four.
 
 # %%
-N_STEPS, EVERY, N_DRAFTS = 48, 12, 4
+N_STEPS, EVERY, N_DRAFTS = 40, 10, 4
 
 
 def windows(seed: int, n: int, length: int) -> list[torch.Tensor]:
@@ -138,7 +138,7 @@ fresh.requires_grad_(False)
 # gets the same number of passes of the target.
 
 # %%
-N_PASSES = 20
+N_PASSES = 16
 BUDGET = 7 * N_PASSES  # more than any draft here can fill in as many rounds
 held_out = windows(seed=2, n=6, length=64)
 plain = generate(target, held_out, max_new_tokens=BUDGET).sequences
