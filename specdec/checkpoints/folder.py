@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TypeVar
 
 import torch
@@ -84,7 +85,7 @@ def read_folder(
         if found[0].suffix == ".safetensors":
             return fields, load_file(found[0])
         return fields, torch.load(found[0], map_location="cpu", weights_only=True)
-    except (TypeError, ValueError, SafetensorError) as error:
+    except (TypeError, ValueError, SafetensorError, UnpicklingError) as error:
         raise ValueError(f"folder: {folder} cannot be read: {error}") from error
 
 

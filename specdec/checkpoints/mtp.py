@@ -38,7 +38,7 @@ def load_modules(folder: Path | str, target: Model) -> SequentialModules:
         ValueError: for a folder without the two files, of another kind, or with weights that do
             not fit. Whether they fit the target is checked when a drafter begins.
     """
-    fields, weights = _read(folder, "sequential")
+    fields, weights = _read(folder, "sequential", ("tap", "own_norm"))
     network = SequentialModules(
         config_of(fields, folder), tap=fields["tap"], own_norm=fields["own_norm"]
     )
@@ -47,15 +47,18 @@ def load_modules(folder: Path | str, target: Model) -> SequentialModules:
 
 def load_heads(folder: Path | str, target: Model) -> ParallelHeads:
     """Read parallel heads that `save_mtp` wrote; raises as `load_modules` does."""
-    fields, weights = _read(folder, "parallel")
+    fields, weights = _read(folder, "parallel", ("tap", "n_heads"))
     network = ParallelHeads(config_of(fields, folder), fields["n_heads"], tap=fields["tap"])
     return fill(network.to(device=target.device, dtype=target.dtype), weights, folder)
 
 
-def _read(folder: Path | str, kind: str) -> tuple[dict, dict[str, Tensor]]:
+def _read(folder: Path | str, kind: str, needed: tuple[str, ...]) -> tuple[dict, dict[str, Tensor]]:
     fields, weights = read_folder(folder)
     if fields.get("kind") != kind:
         raise ValueError(
             f"folder: expected config.json in {folder} of kind {kind!r}, got {fields.get('kind')!r}"
         )
+    missing = [name for name in needed if name not in fields]
+    if missing:
+        raise ValueError(f"folder: expected {missing} in config.json of {folder}, got none")
     return fields, weights

@@ -16,7 +16,6 @@ ends a step's places where the text ends instead of padding them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias, cast
 
@@ -26,7 +25,8 @@ from torch import Tensor, nn
 
 from ..cache import KVStore, View
 from ..models import TransformerConfig
-from ..models.layers import Attention, GatedMLP, RMSNorm, for_groups, rotary_angles
+from ..models.layers import GatedMLP, RMSNorm, for_groups, rotary_angles
+from ..models.transformer import attention_of, draw_weights
 from ..protocol import FINAL, Model
 
 Rotary: TypeAlias = tuple[Tensor, Tensor]
@@ -48,12 +48,12 @@ class Eagle1(nn.Module):
         c, width = config, config.hidden_size
         self.config = config
         self.fc = nn.Linear(2 * width, width, bias=bias)
-        self.attention = _attention(c, width)
+        self.attention = attention_of(c)
         self.norm_mlp = RMSNorm(width, c.rms_norm_eps)
         self.mlp = GatedMLP(width, c.intermediate_size)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> Eagle1:
-        _reset(self, generator)
+        draw_weights(self, 1, generator)
         return self
 
     @property
@@ -108,7 +108,7 @@ class Eagle3(nn.Module):
         self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
         self.norm_embedding = RMSNorm(width, c.rms_norm_eps)
         self.norm_feature = RMSNorm(width, c.rms_norm_eps)
-        self.attention = _attention(c, 2 * width)
+        self.attention = attention_of(c, 2 * width)
         self.norm_mlp = RMSNorm(width, c.rms_norm_eps)
         self.mlp = GatedMLP(width, c.intermediate_size)
         self.norm = RMSNorm(width, c.rms_norm_eps)
@@ -117,7 +117,7 @@ class Eagle3(nn.Module):
         self.head = nn.Linear(width, self.n_tokens, bias=False)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> Eagle3:
-        _reset(self, generator)
+        draw_weights(self, 1, generator)
         return self
 
     @torch.no_grad()
@@ -385,31 +385,3 @@ def _check_counts(counts: Sequence[Tensor]) -> None:
     empty = [s for s, here in enumerate(counts) if not bool(here.any())]
     if empty:
         raise ValueError(f"mask: expected a token to predict at step {empty[0]}, got none")
-
-
-def _attention(config: TransformerConfig, width_in: int) -> Attention:
-    """Attention that reads `width_in` and writes the layer's own width."""
-    c = config
-    attention = Attention(
-        width_in,
-        c.num_attention_heads,
-        c.n_kv_heads,
-        c.head_size,
-        qk_norm=c.qk_norm,
-        eps=c.rms_norm_eps,
-    )
-    attention.out = nn.Linear(c.num_attention_heads * c.head_size, c.hidden_size, bias=False)
-    return attention
-
-
-@torch.no_grad()
-def _reset(network: nn.Module, generator: torch.Generator | None) -> None:
-    """Fresh weights as in `Transformer`: normal of 1/sqrt(fan in), residual outputs smaller."""
-    for name, parameter in network.named_parameters():
-        if parameter.ndim < 2:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-            continue
-        std = 1.0 / math.sqrt(parameter.shape[1])
-        if name.endswith(("out.weight", "down.weight")):
-            std /= math.sqrt(2.0)
-        parameter.normal_(0.0, std, generator=generator)

@@ -32,7 +32,8 @@ from torch import Tensor, nn
 
 from ..cache import KVStore, View
 from ..models import TransformerConfig
-from ..models.layers import Attention, Block, RMSNorm, rotary_angles
+from ..models.layers import RMSNorm
+from ..models.transformer import angles_of, block_of, draw_weights
 from ..protocol import FINAL, Model
 
 
@@ -45,15 +46,7 @@ class MTPModule(nn.Module):
         self.norm_hidden = RMSNorm(width, c.rms_norm_eps)
         self.norm_embedding = RMSNorm(width, c.rms_norm_eps)
         self.projection = nn.Linear(2 * width, width, bias=False)
-        attention = Attention(
-            width,
-            c.num_attention_heads,
-            c.n_kv_heads,
-            c.head_size,
-            qk_norm=c.qk_norm,
-            eps=c.rms_norm_eps,
-        )
-        self.block = Block(width, c.intermediate_size, attention, c.rms_norm_eps)
+        self.block = block_of(c)
         self.norm = RMSNorm(width, c.rms_norm_eps) if own_norm else None
 
     def forward(
@@ -96,26 +89,11 @@ class SequentialModules(nn.Module):
     def n_modules(self) -> int:
         return len(self.blocks)
 
-    @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> SequentialModules:
-        """Draw fresh weights: normal of 1/sqrt(fan in), residual outputs shrunk by sqrt(2)."""
-        for name, parameter in self.named_parameters():
-            if parameter.ndim < 2:
-                parameter.fill_(1.0)
-                continue
-            std = 1.0 / math.sqrt(parameter.shape[1])
-            if name.endswith(("out.weight", "down.weight")):
-                std /= math.sqrt(2.0)
-            parameter.normal_(0.0, std, generator=generator)
+        """Draw fresh weights as in a target of one block."""
+        draw_weights(self, 1, generator)
         return self
 
-    def rotary(self, n: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Angles of places 0..n-1 in the dtype and on the device of `like`."""
-        c, positions = self.config, torch.arange(n, device=like.device)
-        cos, sin = rotary_angles(positions, c.head_size, c.rope_theta, like.dtype)[None].unbind(2)
-        return cos, sin
-
-    @property
     def taps(self) -> tuple[int, ...]:
         return (self.tap,)
 
@@ -153,7 +131,7 @@ class SequentialModules(nn.Module):
         `first` only hand on: nothing of theirs, and no state that they read, gets a gradient.
         """
         embeddings, logits = target.embedding(tokens), []
-        cos, sin = self.rotary(tokens.shape[1], hidden)
+        cos, sin = angles_of(self.config, tokens.shape[1], hidden)
         for k in range(1, self.n_modules + 1):
             n = tokens.shape[1] - k
             with torch.set_grad_enabled(torch.is_grad_enabled() and k >= first):

@@ -20,7 +20,6 @@ alone; drafts go through the run's rule, chosen or drawn, in chains or trees.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -30,7 +29,8 @@ from torch import Tensor, nn
 from ..cache import KVStore, TreeCache, everything
 from ..draft import Draft
 from ..models import Transformer, TransformerConfig
-from ..models.layers import Attention, Block, RotaryStore, for_groups, rotary_angles
+from ..models.layers import RotaryStore, for_groups
+from ..models.transformer import angles_of, block_of, draw_weights
 from ..protocol import Context, Model
 from ..trees import dense_choices
 from .static_draft import StaticDraft, tree_for
@@ -61,22 +61,7 @@ class ParallelHeads(nn.Module):
             raise ValueError(f"tap: expected the target's number of blocks less one, got {tap}")
         c = self.config = dataclasses.replace(config, num_hidden_layers=n_heads - 1)
         self.n_heads, self.tap = n_heads, tap
-        self.blocks = nn.ModuleList(
-            Block(
-                c.hidden_size,
-                c.intermediate_size,
-                Attention(
-                    c.hidden_size,
-                    c.num_attention_heads,
-                    c.n_kv_heads,
-                    c.head_size,
-                    qk_norm=c.qk_norm,
-                    eps=c.rms_norm_eps,
-                ),
-                c.rms_norm_eps,
-            )
-            for _ in range(n_heads - 1)
-        )
+        self.blocks = nn.ModuleList(block_of(c) for _ in range(n_heads - 1))
 
     @staticmethod
     @torch.no_grad()
@@ -100,17 +85,9 @@ class ParallelHeads(nn.Module):
             block.load_state_dict(target.blocks[-1].state_dict())
         return network
 
-    @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> ParallelHeads:
-        """Draw fresh weights as in a target of L blocks: residual outputs shrunk by sqrt(2 L)."""
-        for name, parameter in self.named_parameters():
-            if parameter.ndim < 2:
-                parameter.fill_(1.0)
-                continue
-            std = 1.0 / math.sqrt(parameter.shape[1])
-            if name.endswith(("out.weight", "down.weight")):
-                std /= math.sqrt(2 * (self.tap + 1))
-            parameter.normal_(0.0, std, generator=generator)
+        """Draw fresh weights as in the target's L blocks."""
+        draw_weights(self, self.tap + 1, generator)
         return self
 
     @property
@@ -142,9 +119,7 @@ class ParallelHeads(nn.Module):
 
     def stream(self, head: int, z: Tensor) -> Tensor:
         """Residual stream [B, T, D] of `head` (2..n) over trunk states z [B, T, D], in training."""
-        c, positions = self.config, torch.arange(z.shape[1], device=z.device)
-        cos, sin = rotary_angles(positions, c.head_size, c.rope_theta, z.dtype)[None].unbind(2)
-        return self.blocks[head - 2](z, (cos, sin))
+        return self.blocks[head - 2](z, angles_of(self.config, z.shape[1], z))
 
     def forward(self, z: Tensor, target: Model) -> Iterator[Tensor]:
         """Trunk states [B, T, D] -> logits [B, T, V] of heads 2..n, computed as they are asked for.

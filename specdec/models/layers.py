@@ -89,12 +89,20 @@ class Attention(nn.Module):
     """Grouped-query attention (arXiv:2305.13245) with optional q/k norm (Qwen3)."""
 
     def __init__(
-        self, width: int, n_heads: int, n_kv_heads: int, head_dim: int, *, qk_norm: bool, eps: float
+        self,
+        width: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        *,
+        qk_norm: bool,
+        eps: float,
+        width_out: int | None = None,
     ) -> None:
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, head_dim
         self.qkv = nn.Linear(width, (n_heads + 2 * n_kv_heads) * head_dim, bias=False)
-        self.out = nn.Linear(n_heads * head_dim, width, bias=False)
+        self.out = nn.Linear(n_heads * head_dim, width_out or width, bias=False)
         self.q_norm = RMSNorm(head_dim, eps) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, eps) if qk_norm else None
 

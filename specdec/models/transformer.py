@@ -81,6 +81,50 @@ class TransformerConfig:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
+def attention_of(config: TransformerConfig, width_in: int | None = None) -> Attention:
+    """Attention of this shape that writes the config's width; `width_in` None: it reads it, too."""
+    return Attention(
+        width_in or config.hidden_size,
+        config.num_attention_heads,
+        config.n_kv_heads,
+        config.head_size,
+        qk_norm=config.qk_norm,
+        eps=config.rms_norm_eps,
+        width_out=config.hidden_size,
+    )
+
+
+def block_of(config: TransformerConfig) -> Block:
+    """A decoder block of this shape."""
+    return Block(
+        config.hidden_size, config.intermediate_size, attention_of(config), config.rms_norm_eps
+    )
+
+
+def angles_of(config: TransformerConfig, n: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Angles of positions 0..n-1, [1, n, 1, head_dim] twice, in the dtype and place of `like`."""
+    positions = torch.arange(n, device=like.device)
+    angles = rotary_angles(positions, config.head_size, config.rope_theta, like.dtype)
+    cos, sin = angles[None].unbind(2)
+    return cos, sin
+
+
+@torch.no_grad()
+def draw_weights(module: nn.Module, n_layers: int, generator: torch.Generator | None) -> None:
+    """Fresh weights: normal of 1/sqrt(fan in), residual outputs shrunk by sqrt(2 n_layers).
+
+    Gains become 1, biases 0.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.ndim < 2:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        std = 1.0 / math.sqrt(parameter.shape[1])
+        if name.endswith(("out.weight", "down.weight")):
+            std /= math.sqrt(2 * n_layers)
+        parameter.normal_(0.0, std, generator=generator)
+
+
 class Transformer(nn.Module):
     """A `Model`: see `specdec.protocol` for the call."""
 
@@ -89,38 +133,15 @@ class Transformer(nn.Module):
         self.config = config
         c = config
         self.embedding = nn.Embedding(c.vocab_size, c.hidden_size)
-        self.blocks = nn.ModuleList(
-            Block(
-                c.hidden_size,
-                c.intermediate_size,
-                Attention(
-                    c.hidden_size,
-                    c.num_attention_heads,
-                    c.n_kv_heads,
-                    c.head_size,
-                    qk_norm=c.qk_norm,
-                    eps=c.rms_norm_eps,
-                ),
-                c.rms_norm_eps,
-            )
-            for _ in range(c.num_hidden_layers)
-        )
+        self.blocks = nn.ModuleList(block_of(c) for _ in range(c.num_hidden_layers))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
         if c.tie_word_embeddings:
             self.head.weight = self.embedding.weight
 
-    @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> Transformer:
-        """Draw fresh weights: normal of 1/sqrt(fan in), residual outputs shrunk by sqrt(2 L)."""
-        for name, parameter in self.named_parameters():
-            if parameter.ndim < 2:
-                parameter.fill_(1.0)
-                continue
-            std = 1.0 / math.sqrt(parameter.shape[1])
-            if name.endswith(("out.weight", "down.weight")):
-                std /= math.sqrt(2 * self.n_layers)
-            parameter.normal_(0.0, std, generator=generator)
+        """Draw fresh weights, see `draw_weights`."""
+        draw_weights(self, self.n_layers, generator)
         return self
 
     @property
@@ -149,9 +170,7 @@ class Transformer(nn.Module):
 
     def rotary(self, n: int) -> tuple[Tensor, Tensor]:
         """Angles of positions 0..n-1, [1, n, 1, head_dim] twice: what a block takes in training."""
-        c, positions = self.config, torch.arange(n, device=self.device)
-        cos, sin = rotary_angles(positions, c.head_size, c.rope_theta, self.dtype)[None].unbind(2)
-        return cos, sin
+        return angles_of(self.config, n, self.embedding.weight)
 
     def new_cache(self, batch_size: int, max_length: int) -> TreeCache:
         if batch_size < 1 or max_length < 0:

@@ -18,6 +18,7 @@ from specdec.drafters.eagle_tree import CachedLayer
 from specdec.drafters.mtp import SequentialModules, mtp_loss, resized
 from specdec.drafters.mtp_draft import MTPModules, MTPState
 from specdec.models import TransformerConfig
+from specdec.models.transformer import angles_of
 from specdec.testing import LosslessError, check_lossless, exact_law, target_law
 from specdec.testing.replay import Recorder, nodes
 from specdec.testing.strategies import small_target
@@ -99,7 +100,7 @@ def trained_law(network, row: Tensor, path: tuple[int, ...]) -> Tensor:
         return network(states, tokens, TARGET)[len(path)][0, known - 1].softmax(-1)
     states, embeddings = states[:, :known], TARGET.embedding(tokens[:, 1:])
     for n in range(known, known + len(path) + 1):
-        rotary = network.rotary(n, states)
+        rotary = angles_of(network.config, n, states)
         handed = network.step(1, TARGET, states, embeddings[:, :n], rotary)
         states = torch.cat([states, handed[:, -1:]], dim=1)
     return network.logits(1, states[:, -1:], TARGET)[0, 0].softmax(-1)
