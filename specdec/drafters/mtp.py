@@ -94,6 +94,7 @@ class SequentialModules(nn.Module):
         draw_weights(self, 1, generator)
         return self
 
+    @property
     def taps(self) -> tuple[int, ...]:
         return (self.tap,)
 
