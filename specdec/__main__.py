@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
             f"got {arguments.tokens}"
         )
     costs = calibrate(
-        target, drafters, [tokenizer.encode(t) for t in CALIBRATION], 32, progress=True
+        target, drafters, [tokenizer.encode(t) for t in CALIBRATION], 24, progress=True
     )
     rows, runs = compare_drafters(
         target,
@@ -111,7 +111,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", metavar="WORD", help="drafters with this in their name"
     )
-    parser.add_argument("--tokens", type=int, default=48, help="new bytes per prompt (default: 48)")
+    parser.add_argument("--tokens", type=int, default=40, help="new bytes per prompt (default: 40)")
     parser.add_argument("--repeats", type=int, default=2, help="repetitions (default: 2)")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the traces as one page")
