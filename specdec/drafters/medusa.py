@@ -29,7 +29,6 @@ from ..draft import Draft
 from ..protocol import FINAL, Context, Model
 from ..trees import MC_SIM_7B_63
 from .static_draft import StaticDraft, tree_for
-from .static_draft import rank_accuracies as rank_accuracies  # takes `MedusaHeads`
 
 
 class MedusaHead(nn.Module):

@@ -25,9 +25,10 @@ from ..drafters.layerskip import (
     exit_loss_weights,
     layer_dropout_rates,
 )
-from ..drafters.medusa import medusa_loss, rank_accuracies
+from ..drafters.medusa import medusa_loss
 from ..drafters.mtp import SequentialModules, mtp_loss, resized
 from ..drafters.mtp_heads import ParallelHeads, parallel_backward
+from ..drafters.static_draft import rank_accuracies
 from ..generate import generate
 from ..models import Transformer, TransformerConfig
 from ..protocol import FINAL, Drafter

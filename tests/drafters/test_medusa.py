@@ -30,8 +30,8 @@ from specdec.drafters.medusa import (
     medusa2_parameter_groups,
     medusa2_weight,
     medusa_loss,
-    rank_accuracies,
 )
+from specdec.drafters.static_draft import rank_accuracies
 from specdec.testing import LosslessError, check_lossless, exact_law, target_law
 from specdec.testing.lossless import check_law
 from specdec.testing.replay import Recorder, nodes
