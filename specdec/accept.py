@@ -51,9 +51,9 @@ class Rule(Protocol):
         ...
 
     def pick(
-        self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1, *, draw: bool = True
+        self, logits: Tensor, lengths: Tensor, depth: int | Tensor, k: int = 1, *, draw: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        """Pick `k` children for each of M nodes at `depth` (the root has 0).
+        """Pick `k` children for each of M nodes at `depth` (the root has 0); [M] int64: one a node.
 
         `logits` [B, M, V] are the drafter's. Returns tokens [B, M, k] and, where they are drawn,
         the law of each given its earlier siblings [B, M, k, V]; None where they are chosen: by
@@ -134,7 +134,7 @@ class Greedy:
         return _accept_predictions(draft, logits.argmax(dim=-1))
 
     def pick(
-        self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1, *, draw: bool = True
+        self, logits: Tensor, lengths: Tensor, depth: int | Tensor, k: int = 1, *, draw: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         return _top(logits, k), None
 
@@ -236,29 +236,30 @@ class Coupled:
     def scores(self, logits: Tensor, lengths: Tensor) -> Tensor:
         """What the next token maximises, [B, V], from the logits [B, V] after rows of `lengths`."""
         log_p = self.log_probs(logits)
-        return log_p + self._noise(log_p, lengths, 0, 1).squeeze(1)
+        return log_p + self._noise(log_p, lengths, 0).squeeze(1)
 
     def accept(self, draft: Draft, logits: Tensor, lengths: Tensor) -> Verdict:
         scores = self.log_probs(logits)
         depth = _node_depths(draft)
-        noise = self._noise(scores, lengths, 0, int(depth.max()) + 1)  # [B, depths, V]
+        levels = torch.arange(int(depth.max()) + 1, device=depth.device)
+        noise = self._noise(scores, lengths, levels)  # [B, depths, V]
         if draft.parents is not None:
             noise = noise.gather(1, depth.unsqueeze(-1).expand(-1, -1, noise.shape[-1]))
         return _accept_predictions(draft, (scores + noise).argmax(dim=-1))
 
     def pick(
-        self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1, *, draw: bool = True
+        self, logits: Tensor, lengths: Tensor, depth: int | Tensor, k: int = 1, *, draw: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         scores = self.log_probs(logits)
-        return _top(scores + self._noise(scores, lengths, depth, 1), k), None
+        return _top(scores + self._noise(scores, lengths, depth), k), None
 
     def log_probs(self, logits: Tensor) -> Tensor:
         """Log-law of `logits` [..., V] after temperature and truncation."""
         return log_law(logits, self.temperature, self.top_k, self.top_p, self.min_p)
 
-    def _noise(self, scores: Tensor, lengths: Tensor, depth: int, n_depths: int) -> Tensor:
-        """Noise [B, n_depths, V] of the tokens at index lengths + depth and on."""
-        index = lengths.unsqueeze(1) + torch.arange(depth, depth + n_depths, device=lengths.device)
+    def _noise(self, scores: Tensor, lengths: Tensor, depth: int | Tensor) -> Tensor:
+        """Noise of the tokens at index lengths + depth: [B, 1, V], or [B, M, V] of depths [M]."""
+        index = lengths.unsqueeze(1) + depth
         keys = key(_seeds(self.seed, lengths).unsqueeze(1), index, _COUPLED)
         return gumbel(keys, scores.shape[-1]).to(scores.dtype)
 
@@ -351,7 +352,7 @@ class Rejection:
         return Verdict(path, n, next_token)
 
     def pick(
-        self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1, *, draw: bool = True
+        self, logits: Tensor, lengths: Tensor, depth: int | Tensor, k: int = 1, *, draw: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         """Draw children without replacement: the k largest of log q + Gumbel noise, in order."""
         if not draw:
@@ -426,7 +427,7 @@ class Typical:
         return Verdict(path, n, (scores + noise).argmax(dim=-1))
 
     def pick(
-        self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1, *, draw: bool = True
+        self, logits: Tensor, lengths: Tensor, depth: int | Tensor, k: int = 1, *, draw: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         return _top(logits, k), None
 

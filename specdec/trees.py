@@ -8,17 +8,19 @@ example of `specdec.draft` in this notation, with tokens that know their depth o
         │           └─ is  (0,1)
         └─ dog (1) ─── sat (1,0) ── on (1,0,0)
 
-Trees of Medusa (arXiv:2401.10774, sections 2.1.2 and 2.3.3).
+Trees of Medusa (arXiv:2401.10774, sections 2.1.2 and 2.3.3). The search for the best of them,
+`best_first`, also builds the trees that a block drafter fills each round (`drafters.block_tree`).
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import islice, pairwise, product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -143,20 +145,45 @@ def search_choices(accuracies: Tensor | Sequence[Sequence[float]], n_nodes: int)
     most = sum(n_ranks**depth for depth in range(1, n_heads + 1))
     if not 1 <= n_nodes <= most:
         raise ValueError(f"n_nodes: expected 1..{most}, got {n_nodes}")
+    return [node.path for node in islice(best_first(table), n_nodes)]
 
-    def entry(path: Path) -> tuple[float, Path]:
-        return -_value(path, table), path
 
-    chosen: list[Path] = []
-    reach = [entry((0,))]
-    while len(chosen) < n_nodes:
-        _, path = heapq.heappop(reach)
-        chosen.append(path)
-        if path[-1] + 1 < n_ranks:
-            heapq.heappush(reach, entry((*path[:-1], path[-1] + 1)))
-        if len(path) < n_heads:
-            heapq.heappush(reach, entry((*path, 0)))
-    return chosen
+class Node(NamedTuple):
+    """A node that `best_first` has reached."""
+
+    path: Path
+    """Ranks from a child of the root down to it; as many as it is deep."""
+    parent: int
+    """Which of the nodes before it is its parent; -1 for the root."""
+    value: float
+    """The product of the table along its path."""
+
+
+def best_first(table: Sequence[Sequence[float]]) -> Iterator[Node]:
+    """Every node of a table of shares, the most valuable within reach first.
+
+    `table[d - 1][r]` is what rank r at depth d is worth, whatever stands above it, and a node is
+    worth the product along its path. Within reach are the first child of a node that has come and
+    its next sibling, so parents and lower ranks come first; equals come in order of their paths.
+    Where no entry is above 1 and none rises with the rank, values fall from node to node, and the
+    first n are the n most valuable there are. A node costs a multiplication and O(log n) for its
+    place in the heap, however many ranks the table offers: the search of DDTree (arXiv:2604.12989).
+    """
+    n_nodes = 0
+    # -value, path, parent, the parent's value: a sibling needs no product along its path either
+    reach: list[tuple[float, Path, int, float]] = []
+    if table and table[0]:
+        reach.append((-table[0][0], (0,), -1, 1.0))
+    while reach:
+        value, path, parent, above = heapq.heappop(reach)
+        value, depth, rank = -value, len(path), path[-1] + 1
+        yield Node(path, parent, value)
+        if rank < len(table[depth - 1]):
+            sibling = (*path[:-1], rank)
+            heapq.heappush(reach, (-above * table[depth - 1][rank], sibling, parent, above))
+        if depth < len(table) and table[depth]:
+            heapq.heappush(reach, (-value * table[depth][0], (*path, 0), n_nodes, value))
+        n_nodes += 1
 
 
 def expected_accepted(

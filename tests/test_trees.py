@@ -1,7 +1,8 @@
 """Static trees: shapes by hand, the published trees, the search against all trees."""
 
 import json
-from itertools import combinations
+import math
+from itertools import combinations, islice
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from specdec.draft import ancestors, depths
 from specdec.trees import (
     MC_SIM_7B_63,
+    best_first,
     dense_choices,
     expected_accepted,
     search_choices,
@@ -101,6 +103,35 @@ def test_no_tree_of_that_size_beats_the_search(table, n_nodes):
         if all(len(path) == 1 or path[:1] in choices for path in choices)
     )
     assert found == pytest.approx(best, abs=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.lists(
+            st.one_of(st.floats(0, 1), st.sampled_from([0.0, 0.25, 0.5, 1.0])),
+            min_size=0,
+            max_size=3,
+        ).map(lambda row: sorted(row)[::-1]),
+        max_size=3,
+    ),
+    st.integers(0, 45),
+)
+def test_nodes_come_best_first(table, n_nodes):
+    """Catches a value carried to the wrong node, a parent counted off by one, depths of unlike
+    width, and ties in another order than the paths'."""
+    widths = [len(row) for row in table]
+    depth = next((d for d, width in enumerate(widths) if not width), len(widths))
+    every = dense_choices(widths[:depth]) if depth else []
+    values = {path: math.prod(table[d][r] for d, r in enumerate(path)) for path in every}
+    nodes = list(islice(best_first(table), n_nodes))
+    best = sorted(every, key=lambda path: (-values[path], path))[:n_nodes]
+    assert [node.path for node in nodes] == best
+    assert [node.value for node in nodes] == [values[path] for path in best]
+    place = {node.path: i for i, node in enumerate(nodes)}
+    for i, node in enumerate(nodes):
+        assert node.parent == place.get(node.path[:-1], -1) < i
+        assert (node.parent < 0) == (len(node.path) == 1)
 
 
 def test_searched_trees_can_be_drawn_into():

@@ -85,7 +85,7 @@ class Enumerated:
         return Verdict(padded, torch.tensor([len(path)]), torch.tensor([token]))
 
     def pick(
-        self, logits: Tensor, lengths: Tensor, depth: int, k: int = 1, *, draw: bool = True
+        self, logits: Tensor, lengths: Tensor, depth: int | Tensor, k: int = 1, *, draw: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         if not draw:
             return logits.topk(k, dim=-1).indices, None
