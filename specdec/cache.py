@@ -12,7 +12,7 @@ came. Positions go by depth, never by slot: node i stands at length + depth(i).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +36,8 @@ class View:
     """[B or 1, 1, N, n_slots], 0 where a query sees a slot, else -inf; None: it sees all."""
     slots: Tensor | None
     """[B, N] where the entries go; None: the same contiguous slots in every row, the last N."""
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
+    """Another attention than `models.layers.grouped_attention`, called as it is."""
 
 
 @dataclass(frozen=True)

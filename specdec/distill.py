@@ -8,6 +8,7 @@ accepted more often, since its acceptance probability is 1 - TV(p, q).
 * soft labels with a temperature: Hinton et al., arXiv:1503.02531
 * generalized Jensen-Shannon: Agarwal et al. (GKD), arXiv:2306.13649
 * total variation, for drafters: Zhou et al. (DistillSpec), arXiv:2310.08461
+* total variation mixed with the KL by acceptance (LK losses): arXiv:2602.23881
 * squared error of logits: Kim et al., arXiv:2105.08919
 * hidden states: Romero et al. (FitNets), arXiv:1412.6550
 * text the student writes: `on_policy_batch`
@@ -83,6 +84,18 @@ def total_variation(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
     """
     log_q, log_p = _log_probs(student_logits, teacher_logits)
     return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
+
+
+def acceptance_mix(student_logits: Tensor, teacher_logits: Tensor, *, eta: float = 3.0) -> Tensor:
+    """l KL(p || q) + (1 - l) TV(p, q) with l = exp(-eta a), `[..., V]` twice -> `[...]`.
+
+    a = 1 - TV is the token's own acceptance probability, taken without gradient: the KL leads where
+    hardly anything is accepted and the gradient of the TV vanishes, the TV where q is close. At the
+    default 3 l falls from 1 to 0.05. The hybrid of LK losses, arXiv:2602.23881.
+    """
+    distance = total_variation(student_logits, teacher_logits)
+    share = torch.exp(-eta * (1 - distance.detach()))
+    return share * forward_kl(student_logits, teacher_logits) + (1 - share) * distance
 
 
 def mean_squared_error(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:

@@ -134,7 +134,15 @@ class Attention(nn.Module):
             )
             return self.out(mixed.transpose(1, 2).reshape(batch, n, -1))
         keys, values = store.write(layer, view, k, v)
-        return self.out(grouped_attention(q, keys, values, view.mask))
+        attend = view.attend or grouped_attention
+        return self.out(attend(q, keys, values, view.mask))
+
+    def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values of x [B, N, D], each [B, N, H_kv, head_dim], without any query."""
+        n_k = self.n_kv_heads
+        weight = self.qkv.weight[self.n_heads * self.head_dim :]
+        k, v = F.linear(x, weight).unflatten(-1, (2 * n_k, self.head_dim)).split(n_k, dim=2)
+        return rotate(k if self.k_norm is None else self.k_norm(k), rotary), v
 
 
 def for_groups(view: View, group: int) -> View:
