@@ -1,15 +1,22 @@
-"""`load(name)`: a target with everything that goes with it, ready to decode."""
+"""`load(name)`: a target and what goes with it, ready to decode."""
 
 from __future__ import annotations
 
 import json
 from importlib import resources
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, Literal, NamedTuple, TypeVar, overload
 
 import torch
 
-from .checkpoints import load_eagle, load_heads, load_medusa, load_modules, load_transformer
+from .checkpoints import (
+    load_eagle,
+    load_heads,
+    load_medusa,
+    load_modules,
+    load_target,
+    load_transformer,
+)
 from .drafters import DraftModel, Eagle, LayerSkip, Medusa, MTPHeads, MTPModules, PromptLookup
 from .drafters.mtp import resized
 from .models import Transformer
@@ -21,29 +28,48 @@ N_NODES = 20
 """Nodes of the trees: on two cores a pass over as many costs about twice a step."""
 
 
-class Bundle(NamedTuple):
-    """A target, its tokenizer, drafters by name, and prompts by kind."""
+T = TypeVar("T", bound=ByteTokenizer | None)
+
+
+class Bundle(NamedTuple, Generic[T]):
+    """A target, its tokenizer, drafters by name, and prompts by kind.
+
+    Of a folder only the target is known: no tokenizer (None), no drafters, no prompts.
+    """
 
     target: Transformer
-    tokenizer: ByteTokenizer
+    tokenizer: T
     drafters: dict[str, Drafter]
     prompts: dict[str, list[str]]
 
 
-def load(name: str = "tiny", dtype: torch.dtype = torch.float32) -> Bundle:
-    """Load an embedded bundle.
+@overload
+def load(
+    name: Literal["tiny"] = "tiny", dtype: torch.dtype = torch.float32
+) -> Bundle[ByteTokenizer]: ...
+@overload
+def load(name: str | Path, dtype: torch.dtype = torch.float32) -> Bundle[ByteTokenizer | None]: ...
+def load(
+    name: str | Path = "tiny", dtype: torch.dtype = torch.float32
+) -> Bundle[ByteTokenizer] | Bundle[ByteTokenizer | None]:
+    """Load an embedded bundle, or the target in a folder. Weights are converted to `dtype`.
 
     `"tiny"`: a byte-level decoder trained on the source of Python's standard library, a drafter of
-    every method trained for it, and prompts that none has seen. Weights are converted to `dtype`.
+    every method trained for it, and prompts that none has seen.
+
+    A folder: Qwen3 or Llama as Hugging Face lays them out, or what `save_transformer` wrote, see
+    `checkpoints.load_target`. Its drafters come from `checkpoints.load_drafter(folder, target)`.
 
     Raises:
-        ValueError: for an unknown name.
+        ValueError: for an unknown name, or a folder that holds no target.
     """
-    if name != "tiny":
-        raise ValueError(f"name: expected 'tiny', got {name!r}")
-    folder = Path(str(resources.files("specdec"))) / "pretrained"
-    target = load_transformer(folder / "tiny-target", dtype)
-    return Bundle(target, ByteTokenizer(), drafters_of(target, folder), PROMPTS)
+    if name == "tiny":
+        folder = Path(str(resources.files("specdec"))) / "pretrained"
+        target = load_transformer(folder / "tiny-target", dtype)
+        return Bundle(target, ByteTokenizer(), drafters_of(target, folder), PROMPTS)
+    if not Path(name).is_dir():
+        raise ValueError(f"name: expected 'tiny' or a folder with a target, got {str(name)!r}")
+    return Bundle(load_target(name, dtype), None, {}, {})
 
 
 def drafters_of(target: Transformer, folder: Path) -> dict[str, Drafter]:

@@ -7,8 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import specdec
 from specdec import generate
 from specdec.checkpoints import load_drafter
+from specdec.drafters import DFlash, Eagle
 from specdec.models import Transformer, TransformerConfig
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -32,6 +34,22 @@ def test_a_published_folder_drafts_without_changing_the_output(name):
     drafted = generate(target, prompt, drafter, max_new_tokens=8)
     assert drafted.sequences[0].tolist() == plain.sequences[0].tolist()
     assert any(r.draft.n_nodes for r in drafted.rounds)
+    assert type(drafter) is Eagle
+
+
+@pytest.mark.parametrize("name", ["dflash_full", "dflash_sliding", "dflash2"])
+def test_a_block_drafter_is_recognised(name):
+    """DFlash taken for EAGLE-1, whose weight names it has as well; blocks cut short."""
+    target = specdec.load(GOLDEN / name / "target", torch.float64).target
+    drafter = load_drafter(GOLDEN / name, target)
+    assert type(drafter) is DFlash
+    assert drafter.n_drafts == 7
+    assert (drafter.network.selector is not None) == (name == "dflash2")
+    prompts = [torch.tensor([5, 6, 7]), torch.tensor([9])]
+    plain = generate(target, prompts, max_new_tokens=5)
+    drafted = generate(target, prompts, drafter, max_new_tokens=5)
+    for have, want in zip(drafted.sequences, plain.sequences, strict=True):
+        assert have.tolist() == want.tolist()
 
 
 def test_a_folder_of_no_known_format_is_refused(tmp_path):

@@ -1,20 +1,26 @@
 """Readers and writers of weights: safetensors, or pickles read with `weights_only=True`."""
 
+from .dflash import load_dflash, save_dflash, strix_halo
 from .drafter import load_drafter
 from .eagle import load_eagle, save_eagle
 from .folder import load_transformer, save_transformer
 from .medusa import load_medusa, save_medusa
 from .mtp import load_heads, load_modules, save_mtp
+from .pretrained import load_target
 
 __all__ = [
+    "load_dflash",
     "load_drafter",
     "load_eagle",
     "load_heads",
     "load_medusa",
     "load_modules",
+    "load_target",
     "load_transformer",
+    "save_dflash",
     "save_eagle",
     "save_medusa",
     "save_mtp",
     "save_transformer",
+    "strix_halo",
 ]
