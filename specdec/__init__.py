@@ -7,6 +7,9 @@ result = specdec.generate(target, prompt, drafters["draft model"], max_new_token
 from .accept import Coupled, Greedy, Rejection, Typical
 from .draft import Draft
 from .drafters import (
+    DDTree,
+    DFlash,
+    DFlashNetwork,
     DraftModel,
     Eagle,
     LayerSkip,
@@ -28,6 +31,9 @@ __all__ = [
     "Bundle",
     "Context",
     "Coupled",
+    "DDTree",
+    "DFlash",
+    "DFlashNetwork",
     "Draft",
     "DraftModel",
     "Drafter",

@@ -102,7 +102,7 @@ def block_tree(
 
 
 def best_nodes(table: Sequence[Sequence[float]], n_nodes: int) -> list[Node]:
-    """The `n_nodes` most valuable nodes of `table` [K][R], best first; fewer if others are worth 0.
+    """The `n_nodes` most valuable nodes of a table of K rows, best first; fewer if the rest is 0.
 
     See `specdec.trees.best_first`.
     """

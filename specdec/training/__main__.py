@@ -25,7 +25,7 @@ from .distributed import Ranks, joined
 from .features import CachedFeatures, TargetFeatures
 from .fit import fit, optimizers
 from .held_out import held_out_prompts, held_out_tau
-from .recipes import RECIPES, new_target, target_loss
+from .recipes import DIVERGENCES, RECIPES, new_target, target_loss
 from .written import own, write_text
 
 
@@ -178,6 +178,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             "--written", help="folder of text for the target to write; train on it"
         )
         command.add_argument("--batches", type=int, default=32, help="of 32 rows, with --written")
+        if name in ("eagle3", "dflash"):
+            command.add_argument(
+                "--taps", type=int, nargs="+", help="states to fuse; default: the published ones"
+            )
+        if name == "dflash":
+            dflash_options(command)
         if name == "draft":
             command.add_argument("--layers", type=int, default=1)
             command.add_argument("--width", type=int, default=192)
@@ -185,13 +191,28 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             command.add_argument(
                 "--unroll", type=int, default=4, help="steps of training-time test"
             )
-            command.add_argument(
-                "--taps", type=int, nargs="+", help="states to fuse; default: the published ones"
-            )
         if name == "mtp":
             command.add_argument("--module", required=True, help="folder of the target's module")
             command.add_argument("--modules", type=int, default=3)
     return parser.parse_args(argv)
+
+
+def dflash_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--layers", type=int, default=3)
+    command.add_argument("--block", type=int, default=16, help="slots of a block, root included")
+    command.add_argument("--blocks", type=int, default=32, help="most blocks of a window")
+    command.add_argument("--loss", choices=list(DIVERGENCES), default="kl")
+    command.add_argument("--decay", type=float, default=7.0, help="lambda of the weights")
+    command.add_argument("--dpace", type=float, help="alpha of D-PACE, in place of the decay")
+    command.add_argument("--corruption", choices=["full", "uniform"], default="full")
+    command.add_argument(
+        "--sight", choices=["bidirectional", "causal", "mixed"], default="bidirectional"
+    )
+    command.add_argument("--window", type=int, help="of the layers that are not full; default: all")
+    command.add_argument(
+        "--at-input", action="store_true", help="context at the input, not in every layer"
+    )
+    command.add_argument("--dflash2", action="store_true", help="convolutions and selector, too")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

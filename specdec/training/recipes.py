@@ -8,15 +8,34 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints import load_modules, save_eagle, save_medusa, save_mtp, save_transformer
-from ..distill import distillation_loss
+from ..checkpoints import (
+    load_modules,
+    save_dflash,
+    save_eagle,
+    save_medusa,
+    save_mtp,
+    save_transformer,
+)
+from ..distill import (
+    Divergence,
+    acceptance_mix,
+    distillation_loss,
+    forward_kl,
+    reverse_kl,
+    total_variation,
+)
 from ..drafters import DraftModel, Eagle, Eagle1, Eagle3, Medusa, MedusaHeads, MTPHeads, MTPModules
+from ..drafters.dflash import DFlashNetwork, dflash_taps, sights_of
+from ..drafters.dflash2 import DFlash2
+from ..drafters.dflash_draft import DFlash
+from ..drafters.dflash_loss import dflash_loss
 from ..drafters.eagle import eagle1_loss, eagle3_loss, eagle3_taps
 from ..drafters.layerskip import (
     block_states,
@@ -192,6 +211,51 @@ def mtp(target: Transformer, arguments: argparse.Namespace) -> Recipe:
     )
 
 
+DIVERGENCES: dict[str, Divergence | None] = {
+    "ce": None,
+    "kl": forward_kl,
+    "reverse-kl": reverse_kl,
+    "tv": total_variation,
+    "mix": acceptance_mix,
+}
+
+
+def dflash(target: Transformer, arguments: argparse.Namespace) -> Recipe:
+    """DFlash: random blocks behind the target's states, all slots in one pass."""
+    config = dataclasses.replace(
+        target.config, num_hidden_layers=arguments.layers, qk_norm=True, tie_word_embeddings=False
+    )
+    network = DFlashNetwork(
+        config,
+        arguments.taps or dflash_taps(target.n_layers, 5),
+        mask_token=255,  # a byte that no text has
+        block_size=arguments.block,
+        sights=sights_of(arguments.sight, arguments.layers, arguments.window),
+        inject=not arguments.at_input,
+        dflash2=DFlash2() if arguments.dflash2 else None,
+    ).reset_parameters(seeded(arguments))
+    network.norm.load_state_dict(target.norm.state_dict())  # the scale the target's head expects
+
+    def loss(hidden: Hidden, tokens: Tensor, mask: Tensor | None, drawn: torch.Generator) -> Tensor:
+        return dflash_loss(
+            network,
+            target,
+            hidden,
+            tokens,
+            drawn,
+            mask=mask,
+            n_blocks=arguments.blocks,
+            divergence=DIVERGENCES[arguments.loss],
+            decay=arguments.decay,
+            dpace=arguments.dpace,
+            corruption=arguments.corruption,
+        )
+
+    taps = tuple(dict.fromkeys((*network.taps, FINAL)))
+    save = functools.partial(save_dflash, n_target_layers=target.n_layers)
+    return Recipe(network, taps, loss, DFlash(network), save)
+
+
 RECIPES = {
     "draft": draft,
     "medusa": medusa,
@@ -199,6 +263,7 @@ RECIPES = {
     "eagle3": eagle3,
     "heads": heads,
     "mtp": mtp,
+    "dflash": dflash,
 }
 """The commands of `python -m specdec.training` besides `target`."""
 
