@@ -5,6 +5,9 @@
 2. DDTree at 32 nodes, with and without a budget, beside the chain whose length is best on other
    prompts: tau, speed-up over plain decoding, and the tree's ratio to the tuned chain.
 
+3. With `--sampled` instead: tau of drafts that are drawn and of those that are chosen under
+   `Rejection`, at three temperatures; no times are taken.
+
 Quiet machine; all of it in one process, interleaved, medians of ratios.
 """
 
@@ -18,7 +21,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from specdec import DDTree, DFlash, Drafter, Eagle, Generation, Model, generate, load
+from specdec import DDTree, DFlash, Drafter, Eagle, Generation, Model, Rejection, generate, load
 from specdec.benchmark import verification_seconds
 from specdec.drafters import Budget, DFlashNetwork, VerifyCosts
 from specdec.metrics import measure
@@ -37,13 +40,18 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=96, help="new bytes per prompt")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--sampled", action="store_true", help="part 3 in place of 1 and 2")
     arguments = parser.parse_args()
     bundle = load()
     target, encode = bundle.target, bundle.tokenizer.encode
     dflash, eagle3 = bundle.drafters["dflash"], bundle.drafters["eagle-3"]
     assert isinstance(dflash, DFlash) and isinstance(eagle3, Eagle)
-    calibration = [encode(text) for text in CALIBRATION]
     network = dflash.network
+    if arguments.sampled:
+        prompts = [encode(text) for texts in PROMPTS.values() for text in texts]
+        sampled(target, network, prompts, arguments.tokens)
+        return
+    calibration = [encode(text) for text in CALIBRATION]
     blocks: dict[str, Drafter] = {
         f"DFlash, {size} slots": DFlash(network, block_size=size) for size in (2, 4, 8, 16)
     }
@@ -89,6 +97,28 @@ def main() -> None:
                 f"{nodes:.1f} |",
                 flush=True,
             )
+
+
+def sampled(
+    target: Model, network: DFlashNetwork, prompts: list[Tensor], n_tokens: int, n_seeds: int = 4
+) -> None:
+    """Pooled over all prompts and seeds 0, 100, 200, ...; row b of a batch draws from seed + b."""
+    print("| temperature | drawn | chosen |\n|---|---|---|")
+    for temperature in (0.5, 0.8, 1.0):
+        cells = []
+        for draw in (True, False):
+            runs = [
+                generate(
+                    target,
+                    prompts,
+                    DFlash(network, draw=draw),
+                    max_new_tokens=n_tokens,
+                    rule=Rejection(temperature, seed=100 * seed),
+                )
+                for seed in range(n_seeds)
+            ]
+            cells.append(f"{tau(runs):.2f}")
+        print(f"| {temperature} | {cells[0]} | {cells[1]} |", flush=True)
 
 
 def interleaved(
