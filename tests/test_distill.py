@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from specdec.distill import (
     TopK,
+    acceptance_mix,
     distillation_loss,
     distillation_step,
     ensemble,
@@ -42,6 +43,7 @@ F_DIVERGENCES = [
     jensen_shannon,
     partial(jensen_shannon, beta=0.1),
     total_variation,
+    acceptance_mix,
 ]
 DIVERGENCES = [*F_DIVERGENCES, mean_squared_error]
 
@@ -503,6 +505,39 @@ def test_wrong_input_is_named(call, message):
     """Catches silent broadcasting, averages over nothing, ignored labels and crashes deep down."""
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_acceptance_mix_by_hand():
+    """Catches l of the distance for l of the acceptance, and KL and TV in each other's place.
+
+    TV of the literal pair is 1/4, so that 3/4 is accepted and l = exp(-9/4).
+    """
+    share = math.exp(-9 / 4)
+    assert close(acceptance_mix(Q, P), share * FORWARD + (1 - share) / 4)
+    assert close(acceptance_mix(Q, P, eta=0.0), FORWARD)
+    assert close(acceptance_mix(Q, P, eta=1e3), 1 / 4)
+    assert close(acceptance_mix(P, P), 0.0)
+
+
+def test_acceptance_mix_where_nothing_is_accepted():
+    """Catches a share that does not reach 1 as p and q part, where the TV has no gradient left."""
+    q, p = tensor([30.0, 0.0]).requires_grad_(True), tensor([0.0, 30.0])
+    mixed = acceptance_mix(q, p)
+    assert close(mixed, forward_kl(q, p), 1e-9)
+    (gradient,) = torch.autograd.grad(mixed, q)
+    assert close(gradient, tensor([1.0, -1.0]), 1e-9)
+    (vanished,) = torch.autograd.grad(total_variation(q, p), q)
+    assert float(vanished.abs().max()) < 1e-9
+
+
+def test_acceptance_mix_has_no_gradient_through_its_share():
+    """Catches a share that is differentiated: it would push towards less acceptance."""
+    q = Q.clone().requires_grad_(True)
+    share = math.exp(-9 / 4)
+    fixed = share * forward_kl(q, P) + (1 - share) * total_variation(q, P)
+    (expected,) = torch.autograd.grad(fixed, q)
+    (gradient,) = torch.autograd.grad(acceptance_mix(q, P), q)
+    assert close(gradient, expected)
 
 
 def test_on_policy_batch_marks_what_the_student_wrote():

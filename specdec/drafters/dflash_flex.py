@@ -78,9 +78,7 @@ def slot_sees(
         block, slot = query // block_size, (key - n_context).clamp(min=0)
         root = anchors[row, block]
         is_context = key < n_context
-        stands = torch.where(
-            is_context, key, anchors[row, slot // block_size] + slot % block_size
-        )
+        stands = torch.where(is_context, key, anchors[row, slot // block_size] + slot % block_size)
         allowed = torch.where(is_context, key < root, slot // block_size == block)
         return allowed & sight.sees(root + query % block_size, stands)
 

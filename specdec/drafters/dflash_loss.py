@@ -135,7 +135,7 @@ def block_mask(anchors: Tensor, block_size: int, n_context: int, sight: Sight) -
 def dense_view(
     blocks: Blocks, n_context: int, sight: Sight, n_groups: int, dtype: torch.dtype
 ) -> View:
-    """What the slots see, as an additive mask [B, 1, n_groups * M * K, T + M * K]: the reference."""
+    """What slots see as an additive mask [B, 1, n_groups * M * K, T + M * K]: the reference."""
     seen = block_mask(blocks.anchors, blocks.tokens.shape[2], n_context, sight)
     mask, places = additive(seen, dtype).unsqueeze(1), blocks.places.flatten(1)
     return for_groups(View(n_context, seen.shape[-1], places, mask, None), n_groups)
