@@ -4,7 +4,8 @@
 where its new entries go, at which positions they stand and what they see. What a layer keeps is a
 *store*; `KVStore` holds the keys and values of all attention layers of one shape in one buffer, so
 that a commit is one gather and one scatter for the whole model. Recurrent layers keep theirs beside
-it: a store has `reserve`, `commit` and nothing else that the cache relies on.
+it (`models.gated_delta.DeltaStore`): a store has `reserve`, `commit` and nothing else that the cache
+relies on.
 
 In slot order a row reads: committed tokens 0..length-1, then its pending nodes in the order they
 came. Positions go by depth, never by slot: node i stands at length + depth(i).
@@ -38,6 +39,10 @@ class View:
     """[B, N] where the entries go; None: the same contiguous slots in every row, the last N."""
     attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
     """Another attention than `models.layers.grouped_attention`, called as it is."""
+    parents: Tensor | None = None
+    """[B, P] of all pending nodes; None: a chain."""
+    ancestors: Tensor | None = None
+    """[B, N, P] bool: pending nodes that each of the new ones descends from, or is; None: a chain."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,20 @@ class Moves:
     target: Tensor
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What a commit keeps: the first `n` [B] nodes of `path` [B, P], the pending ones in order.
+
+    `longest` is the largest of `n`, on the host. `moves` are the entries that do not lie in place,
+    None where all do.
+    """
+
+    path: Tensor
+    n: Tensor
+    longest: int
+    moves: Moves | None
+
+
 class Store(Protocol):
     """What the layers of one kind keep per row."""
 
@@ -56,8 +75,8 @@ class Store(Protocol):
         """Make room for `n_slots` slots a row."""
         ...
 
-    def commit(self, moves: Moves | None) -> None:
-        """Keep a path: entries to move, None where all lie in place."""
+    def commit(self, kept: Kept) -> None:
+        """Keep a path and forget all other pending nodes."""
         ...
 
 
@@ -119,10 +138,11 @@ class KVStore:
             all_values[rows, :, view.slots] = values
         return all_keys[:, :, : view.n_slots], all_values[:, :, : view.n_slots]
 
-    def commit(self, moves: Moves | None) -> None:
-        if moves is not None:
-            kept = self.buffer[:, :, moves.rows, :, moves.source]
-            self.buffer[:, :, moves.rows, :, moves.target] = kept
+    def commit(self, kept: Kept) -> None:
+        if kept.moves is not None:
+            moves = kept.moves
+            moved = self.buffer[:, :, moves.rows, :, moves.source]
+            self.buffer[:, :, moves.rows, :, moves.target] = moved
 
 
 class TreeCache:
@@ -183,7 +203,10 @@ class TreeCache:
             table = table.tril().expand(len(self.lengths), -1, -1)
         table = table[:, first:]
         positions = self.lengths.unsqueeze(1) + table.sum(-1) - 1
-        return View(first, n_slots, positions, self._tree_mask(table, n_slots), slots)
+        mask = self._tree_mask(table, n_slots)
+        if self._ancestors is None:
+            return View(first, n_slots, positions, mask, slots)
+        return View(first, n_slots, positions, mask, slots, None, self._parents, table)
 
     def _chain_mask(self, n: int, n_slots: int) -> Tensor:
         mask = torch.zeros(n, n_slots, dtype=self.dtype, device=self.lengths.device)
@@ -223,16 +246,16 @@ class TreeCache:
                 f"commit: the pending nodes have been through {self.depth_done} of "
                 f"{self.n_layers} blocks; resume them first, or drop them (n = 0)"
             )
-        moves = None
+        moves, path = None, path[:, :longest]
         if longest and self._parents is not None:
-            path = path[:, :longest]
             step = torch.arange(longest, device=path.device)
             rows, steps = ((step < n.unsqueeze(1)) & (path != step)).nonzero(as_tuple=True)
             if len(rows):
                 start = self.lengths[rows]
                 moves = Moves(rows, start + path[rows, steps], start + steps)
+        kept = Kept(path, n, longest, moves)
         for store in self.stores:
-            store.commit(moves)
+            store.commit(kept)
         if longest:
             self.lengths = self.lengths + n
             self._lengths = [have + new for have, new in zip(self._lengths, counts, strict=True)]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..cache import KVStore, View
 from ..models import TransformerConfig
-from ..models.layers import Block, RMSNorm
+from ..models.layers import Attention, Block, RMSNorm
 from ..models.transformer import block_of, draw_weights
 from ..protocol import FINAL, Model
 from .dflash2 import ConvBlock, DFlash2, Selector
@@ -158,7 +158,9 @@ class DFlashNetwork(nn.Module):
         for i, block in enumerate(self.blocks):
             assert isinstance(block, Block | ConvBlock)
             if self.inject:
-                store.write(i, view, *block.attention.keys_values(features, rotary))
+                attention = block.attention
+                assert isinstance(attention, Attention)
+                store.write(i, view, *attention.keys_values(features, rotary))
             else:
                 features = block(features, rotary, store, i, view)
 

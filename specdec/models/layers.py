@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..cache import KVStore, Moves, View
+from ..cache import Kept, KVStore, View
 
 
 class RMSNorm(nn.Module):
@@ -21,6 +22,22 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.shape, self.weight, self.eps)
+
+
+class CentredRMSNorm(nn.Module):
+    """RMSNorm whose weight counts from one, x / rms(x) * (1 + weight): what Qwen3-Next has.
+
+    Computed in float32 or better, so that 1 + weight is not rounded to the model's dtype.
+    """
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+        self.shape, self.eps = (width,), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        exact = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(exact), self.shape, 1 + self.weight.to(exact), self.eps).to(x.dtype)
 
 
 class GatedMLP(nn.Module):
@@ -70,7 +87,7 @@ class RotaryStore:
             positions = torch.arange(max(n_slots, len(self.table) * 5 // 4), device=self.device)
             self.table = rotary_angles(positions, self.head_dim, self.theta, self.dtype)
 
-    def commit(self, moves: Moves | None) -> None:
+    def commit(self, kept: Kept) -> None:
         """Positions do not move."""
 
     def at(self, view: View) -> tuple[Tensor, Tensor]:
@@ -80,13 +97,23 @@ class RotaryStore:
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate heads x [B, N, H, head_dim] by cosines and signed sines [B or 1, N, 1, head_dim]."""
+    """Rotate heads x [B, N, H, head_dim] by cosines and signed sines [B or 1, N, 1, head_dim].
+
+    Angles of fewer dimensions rotate the first ones only (partial rotary positions).
+    """
     cos, sin = rotary
+    n = cos.shape[-1]
+    if n < x.shape[-1]:
+        return torch.cat([rotate(x[..., :n], rotary), x[..., n:]], dim=-1)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (arXiv:2305.13245) with optional q/k norm (Qwen3)."""
+    """Grouped-query attention (arXiv:2305.13245) with optional q/k norm (Qwen3).
+
+    `gated`: what the heads say is multiplied by a sigmoid of a projection of x (Qwen3-Next).
+    `centred`: the norms are `CentredRMSNorm`.
+    """
 
     def __init__(
         self,
@@ -98,13 +125,17 @@ class Attention(nn.Module):
         qk_norm: bool,
         eps: float,
         width_out: int | None = None,
+        gated: bool = False,
+        centred: bool = False,
     ) -> None:
         super().__init__()
+        norm = CentredRMSNorm if centred else RMSNorm
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, head_dim
         self.qkv = nn.Linear(width, (n_heads + 2 * n_kv_heads) * head_dim, bias=False)
         self.out = nn.Linear(n_heads * head_dim, width_out or width, bias=False)
-        self.q_norm = RMSNorm(head_dim, eps) if qk_norm else None
-        self.k_norm = RMSNorm(head_dim, eps) if qk_norm else None
+        self.q_norm = norm(head_dim, eps) if qk_norm else None
+        self.k_norm = norm(head_dim, eps) if qk_norm else None
+        self.gate = nn.Linear(width, n_heads * head_dim, bias=False) if gated else None
 
     def forward(
         self,
@@ -132,10 +163,11 @@ class Attention(nn.Module):
                 is_causal=True,
                 enable_gqa=n_q != n_k,
             )
-            return self.out(mixed.transpose(1, 2).reshape(batch, n, -1))
-        keys, values = store.write(layer, view, k, v)
-        attend = view.attend or grouped_attention
-        return self.out(attend(q, keys, values, view.mask))
+            mixed = mixed.transpose(1, 2).reshape(batch, n, -1)
+        else:
+            keys, values = store.write(layer, view, k, v)
+            mixed = (view.attend or grouped_attention)(q, keys, values, view.mask)
+        return self.out(mixed if self.gate is None else mixed * self.gate(x).sigmoid())
 
     def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values of x [B, N, D], each [B, N, H_kv, head_dim], without any query."""
@@ -171,22 +203,27 @@ def grouped_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | No
 
 
 class Block(nn.Module):
-    """Pre-norm decoder block: attention, then the gated MLP, both residual."""
+    """Pre-norm decoder block: attention, or a recurrent layer in its place, then an MLP.
 
-    def __init__(self, width: int, inner: int, attention: Attention, eps: float) -> None:
+    Both are residual. Whatever the first is handed besides x is a `decoder.Lane`.
+    """
+
+    def __init__(
+        self, attention: nn.Module, mlp: nn.Module, norm_attention: nn.Module, norm_mlp: nn.Module
+    ) -> None:
         super().__init__()
-        self.norm_attention = RMSNorm(width, eps)
+        self.norm_attention = norm_attention
         self.attention = attention
-        self.norm_mlp = RMSNorm(width, eps)
-        self.mlp = GatedMLP(width, inner)
+        self.norm_mlp = norm_mlp
+        self.mlp = mlp
 
     def forward(
         self,
         x: Tensor,
         rotary: tuple[Tensor, Tensor],
-        store: KVStore | None = None,
+        store: Any = None,
         layer: int = 0,
-        view: View | None = None,
+        view: Any = None,
     ) -> Tensor:
         x = x + self.attention(self.norm_attention(x), rotary, store, layer, view)
         return x + self.mlp(self.norm_mlp(x))

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..cache import KVStore, TreeCache
-from ..protocol import FINAL, Cache, Output
-from .layers import Attention, Block, RMSNorm, RotaryStore, for_groups, rotary_angles
+from .decoder import Decoder, Lane
+from .layers import Attention, Block, GatedMLP, RMSNorm, RotaryStore, for_groups, rotary_angles
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ def attention_of(config: TransformerConfig, width_in: int | None = None) -> Atte
 
 def block_of(config: TransformerConfig) -> Block:
     """A decoder block of this shape."""
-    return Block(
-        config.hidden_size, config.intermediate_size, attention_of(config), config.rms_norm_eps
-    )
+    width, eps = config.hidden_size, config.rms_norm_eps
+    mlp = GatedMLP(width, config.intermediate_size)
+    return Block(attention_of(config), mlp, RMSNorm(width, eps), RMSNorm(width, eps))
 
 
 def angles_of(config: TransformerConfig, n: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,13 +119,13 @@ def draw_weights(module: nn.Module, n_layers: int, generator: torch.Generator | 
         if parameter.ndim < 2:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
-        std = 1.0 / math.sqrt(parameter.shape[1])
-        if name.endswith(("out.weight", "down.weight")):
+        std = 1.0 / math.sqrt(parameter.shape[-1])
+        if name.endswith(("out.weight", "down.weight", "routed.down_proj")):
             std /= math.sqrt(2 * n_layers)
         parameter.normal_(0.0, std, generator=generator)
 
 
-class Transformer(nn.Module):
+class Transformer(Decoder[TransformerConfig]):
     """A `Model`: see `specdec.protocol` for the call."""
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -144,33 +144,18 @@ class Transformer(nn.Module):
         draw_weights(self, self.n_layers, generator)
         return self
 
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
-
-    @property
-    def n_layers(self) -> int:
-        return self.config.num_hidden_layers
-
-    @property
-    def max_position_embeddings(self) -> int:
-        return self.config.max_position_embeddings
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.embedding.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.embedding.weight.device
-
     def rotary(self, n: int) -> tuple[Tensor, Tensor]:
         """Angles of positions 0..n-1, [1, n, 1, head_dim] twice: what a block takes in training."""
         return angles_of(self.config, n, self.embedding.weight)
+
+    def lanes(self, n: int, cache: TreeCache | None, first: int) -> Sequence[Lane]:
+        if cache is None:
+            return [(self.rotary(n), None, 0, None)] * self.n_layers
+        store, angles = cache.stores
+        assert isinstance(store, KVStore) and isinstance(angles, RotaryStore)
+        view = for_groups(cache.view(first), self.config.n_groups)
+        rotary = angles.at(view)
+        return [(rotary, store, i, view) for i in range(self.n_layers)]
 
     def new_cache(self, batch_size: int, max_length: int) -> TreeCache:
         if batch_size < 1 or max_length < 0:
@@ -190,106 +175,3 @@ class Transformer(nn.Module):
         )
         angles = RotaryStore(c.head_size, c.rope_theta, n_slots, self.dtype, self.device)
         return TreeCache(batch_size, [keys_values, angles], self.n_layers, self.dtype, self.device)
-
-    def forward(
-        self,
-        tokens: Tensor,
-        cache: Cache | None = None,
-        *,
-        parents: Tensor | None = None,
-        taps: Sequence[int] = (),
-        exit_layer: int | None = None,
-        resume: tuple[int, Tensor] | None = None,
-        logits: bool = True,
-    ) -> Output:
-        self._check_call(tokens, cache, parents, taps, exit_layer, resume)
-        new = tokens if resume is None else tokens[:, resume[1].shape[1] :]
-        x = self.embedding(new)  # [B, N, D]; a token out of range raises before the cache changes
-        store, view, angles = None, None, None
-        if cache is None:
-            rotary = self.rotary(tokens.shape[1])
-        else:
-            assert isinstance(cache, TreeCache)
-            store, angles = cache.stores
-            assert isinstance(store, KVStore) and isinstance(angles, RotaryStore)
-            first = cache.n_pending
-            if new.shape[1]:
-                cache.append(
-                    new.shape[1],
-                    None if parents is None else parents[:, tokens.shape[1] - new.shape[1] :],
-                )
-            cache.depth_done = exit_layer or self.n_layers
-            view = for_groups(cache.view(first), self.config.n_groups)
-            rotary = angles.at(view)
-        hidden = {0: x} if 0 in taps else {}
-        for i, block in enumerate(self.blocks[:exit_layer]):
-            if resume is not None and i == resume[0]:  # from here on the resumed nodes, too
-                assert isinstance(cache, TreeCache) and isinstance(angles, RotaryStore)
-                view = for_groups(cache.view(0), self.config.n_groups)
-                x, rotary = torch.cat([resume[1], x], dim=1), angles.at(view)
-            if x.shape[1]:
-                x = block(x, rotary, store, i, view)
-            if i + 1 in taps:
-                hidden[i + 1] = x
-        final = self.norm(x) if logits or FINAL in taps else None
-        if FINAL in taps and final is not None:
-            hidden[FINAL] = final
-        return Output(self.head(final) if logits else None, hidden)
-
-    def _check_call(
-        self,
-        tokens: Tensor,
-        cache: Cache | None,
-        parents: Tensor | None,
-        taps: Sequence[int],
-        exit_layer: int | None,
-        resume: tuple[int, Tensor] | None,
-    ) -> None:
-        if tokens.ndim != 2 or tokens.dtype != torch.long or not tokens.shape[1]:
-            raise ValueError(
-                f"tokens: expected int64 of shape [B, N] with N >= 1, got "
-                f"{tokens.dtype} of shape {list(tokens.shape)}"
-            )
-        depth = exit_layer if exit_layer is not None else self.n_layers
-        wrong = [tap for tap in taps if tap != FINAL and not 0 <= tap <= depth]
-        if wrong:
-            raise ValueError(f"taps: expected 0..{depth} or FINAL (-1), got {wrong}")
-        skipped = [] if resume is None else [tap for tap in taps if 0 <= tap <= resume[0]]
-        if resume is not None and skipped:
-            raise ValueError(
-                f"taps: a pass resumed at block {resume[0]} has no states before it, got {skipped}"
-            )
-        if exit_layer is not None and not 1 <= exit_layer < self.n_layers:
-            raise ValueError(f"exit_layer: expected 1..{self.n_layers - 1}, got {exit_layer}")
-        if resume is not None and depth <= resume[0]:
-            raise ValueError(
-                f"exit_layer: expected one above block {resume[0]}, where the pass resumes, "
-                f"got {exit_layer}"
-            )
-        if cache is None:
-            if parents is not None or resume is not None:
-                raise ValueError("parents, resume: a pass without a cache is a plain causal one")
-            if tokens.shape[1] > self.max_position_embeddings:
-                raise ValueError(
-                    f"tokens: {tokens.shape[1]} positions, but "
-                    f"max_position_embeddings is {self.max_position_embeddings}"
-                )
-            return
-        if not isinstance(cache, TreeCache):
-            raise ValueError(f"cache: expected one of new_cache, got {type(cache).__name__}")
-        if len(cache.lengths) != len(tokens) or cache.n_layers != self.n_layers:
-            raise ValueError(
-                f"cache: expected {len(tokens)} rows and {self.n_layers} layers, got "
-                f"{len(cache.lengths)} rows and {cache.n_layers} layers"
-            )
-        done, depth = (0, cache.n_layers) if resume is None else (resume[1].shape[1], resume[0])
-        if resume is not None and (done != cache.n_pending or depth != cache.depth_done):
-            raise ValueError(
-                f"resume: expected the {cache.n_pending} pending nodes at block "
-                f"{cache.depth_done}, got {done} at block {depth}"
-            )
-        if resume is None and cache.n_pending and cache.depth_done != (exit_layer or self.n_layers):
-            raise ValueError(
-                f"cache: its pending nodes stop at block {cache.depth_done}; resume "
-                "them, or drop them with a commit of n = 0"
-            )
