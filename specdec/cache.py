@@ -4,7 +4,7 @@
 where its new entries go, at which positions they stand and what they see. What a layer keeps is a
 *store*; `KVStore` holds the keys and values of all attention layers of one shape in one buffer, so
 that a commit is one gather and one scatter for the whole model. Recurrent layers keep theirs beside
-it (`models.gated_delta.DeltaStore`): a store has `reserve`, `commit` and nothing else that the cache
+it (`models.delta_net.DeltaStore`): a store has `reserve`, `commit` and nothing else that the cache
 relies on.
 
 In slot order a row reads: committed tokens 0..length-1, then its pending nodes in the order they
@@ -42,7 +42,7 @@ class View:
     parents: Tensor | None = None
     """[B, P] of all pending nodes; None: a chain."""
     ancestors: Tensor | None = None
-    """[B, N, P] bool: pending nodes that each of the new ones descends from, or is; None: a chain."""
+    """[B, N, P] bool: pending nodes that a new one descends from, or is; None: a chain."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Generic, Literal, NamedTuple, TypeVar, overload
 import torch
 
 from .checkpoints import (
+    load_dflash,
     load_eagle,
     load_heads,
     load_medusa,
@@ -17,7 +18,17 @@ from .checkpoints import (
     load_target,
     load_transformer,
 )
-from .drafters import DraftModel, Eagle, LayerSkip, Medusa, MTPHeads, MTPModules, PromptLookup
+from .drafters import (
+    DDTree,
+    DFlash,
+    DraftModel,
+    Eagle,
+    LayerSkip,
+    Medusa,
+    MTPHeads,
+    MTPModules,
+    PromptLookup,
+)
 from .drafters.mtp import resized
 from .models import Transformer
 from .prompts import PROMPTS
@@ -80,6 +91,7 @@ def drafters_of(target: Transformer, folder: Path) -> dict[str, Drafter]:
     eagle3 = load_eagle(folder / "tiny-eagle3", target)
     heads = load_heads(folder / "tiny-heads", target)
     modules = load_modules(folder / "tiny-mtp", target)
+    block = load_dflash(folder / "tiny-dflash", target)
     chain = [(0,) * depth for depth in range(1, 5)]
     return {
         "prompt lookup": PromptLookup(max_ngram=4, n_drafts=8),
@@ -97,6 +109,8 @@ def drafters_of(target: Transformer, folder: Path) -> dict[str, Drafter]:
         "mtp, 3 modules": MTPModules(modules, n_drafts=3),
         "mtp, 3 modules, tree": MTPModules(modules, n_drafts=3, top_k=4, n_nodes=N_NODES),
         "layerskip": LayerSkip(exit_layer=3, n_drafts=4),
+        "dflash": DFlash(block),
+        "dflash, tree": DDTree(block, N_NODES),
     }
 
 

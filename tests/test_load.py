@@ -29,6 +29,8 @@ DRAFTERS = [
     "mtp, 3 modules",
     "mtp, 3 modules, tree",
     "layerskip",
+    "dflash",
+    "dflash, tree",
 ]
 
 
