@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..cache import TreeCache
 from ..protocol import FINAL, Cache, Output
+from .layers import CentredRMSNorm, RMSNorm
 
 Lane: TypeAlias = tuple[tuple[Tensor, Tensor], Any, int, Any]
 """Rotary angles, store, index in it, view: the arguments of a block behind its input."""
@@ -42,7 +43,7 @@ class Decoder(nn.Module, Generic[C]):
     config: C
     embedding: nn.Embedding
     blocks: nn.ModuleList
-    norm: nn.Module
+    norm: RMSNorm | CentredRMSNorm
     head: nn.Linear
 
     def lanes(self, n: int, cache: TreeCache | None, first: int) -> Sequence[Lane]:

@@ -112,8 +112,9 @@ class DeltaStore:
                 on_path = [pending.k, pending.u, pending.g, new]
                 if kept.moves is None:
                     k, u, g, new = (x[:, : kept.longest] for x in on_path)
-                else:
-                    k, u, g, new = (x[rows, kept.path] for x in on_path)
+                else:  # padding may be any number
+                    path = kept.path.clamp(0, new.shape[1] - 1)
+                    k, u, g, new = (x[rows, path] for x in on_path)
                 self.states[layer] = advance(self.states[layer], k, u, g, kept.n)
                 seen = torch.cat([self.inputs[layer], new], dim=1)
                 self.inputs[layer] = seen[rows, kept.n.unsqueeze(1) + last]

@@ -20,6 +20,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
         self.shape, self.eps = (width,), eps
 
+    @property
+    def gain(self) -> Tensor:
+        """[width], what x / rms(x) is multiplied by."""
+        return self.weight
+
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.shape, self.weight, self.eps)
 
@@ -35,9 +40,14 @@ class CentredRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(width))
         self.shape, self.eps = (width,), eps
 
+    @property
+    def gain(self) -> Tensor:
+        """[width], what x / rms(x) is multiplied by, in float32 or better."""
+        return 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+
     def forward(self, x: Tensor) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(exact), self.shape, 1 + self.weight.to(exact), self.eps).to(x.dtype)
+        return F.rms_norm(x.to(exact), self.shape, self.gain, self.eps).to(x.dtype)
 
 
 class GatedMLP(nn.Module):

@@ -10,8 +10,9 @@ Hugging Face configs; weights are read by `checkpoints.load_target`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,12 @@ from .layers import (
 from .transformer import draw_weights
 
 LINEAR, FULL = "linear_attention", "full_attention"
+
+
+class Told(Protocol):
+    """A config of `transformers`."""
+
+    def to_dict(self) -> dict: ...
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,9 @@ class QwenMoeConfig:
         for name in counts.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        for name in ("rope_theta", "rms_norm_eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}: expected a positive number, got {getattr(self, name)}")
         if self.linear_conv_kernel_dim < 2:
             raise ValueError(
                 f"linear_conv_kernel_dim: expected at least 2, got {self.linear_conv_kernel_dim}"
@@ -131,6 +141,17 @@ class QwenMoeConfig:
             self.linear_value_head_dim,
             self.linear_conv_kernel_dim,
         )
+
+    @staticmethod
+    def from_hf(config: Mapping | Told) -> QwenMoeConfig:
+        """The shape of a Qwen3-Next, Qwen3.5 or Qwen3.6, with experts or without.
+
+        `config`: the fields of a config.json, of a text model or a multimodal one, or a config of
+        `transformers`. Raises ValueError for another model, or what is not supported of these.
+        """
+        from ..checkpoints.qwen_config import config_of  # which needs this module
+
+        return config_of(config if isinstance(config, Mapping) else config.to_dict(), "config:")
 
     @staticmethod
     def qwen35_35b_a3b() -> QwenMoeConfig:
@@ -212,6 +233,8 @@ class QwenMoe(Decoder[QwenMoeConfig]):
             if isinstance(module, CentredRMSNorm):
                 module.weight.zero_()
             if isinstance(module, GatedDeltaNet):
+                # depthwise: as many inputs as taps
+                module.convolution.normal_(0.0, module.shape.kernel**-0.5, generator=generator)
                 module.A_log.uniform_(0.01, 16, generator=generator).log_()
                 # softplus of the bias, a step, is spread over 0.001 .. 0.1 by orders of magnitude
                 step = module.dt_bias.uniform_(math.log(1e-3), math.log(0.1), generator=generator)
