@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import Kept, View
-from .gated_delta import CHUNK, Pending, advance, chunk_delta, extend, tree_delta, unit
+from .gated_delta import CHUNK, Pending, advance_, chunk_delta, extend, tree_delta, unit
 from .layers import RMSNorm
 
 
@@ -115,7 +115,7 @@ class DeltaStore:
                 else:  # padding may be any number
                     path = kept.path.clamp(0, new.shape[1] - 1)
                     k, u, g, new = (x[rows, path] for x in on_path)
-                self.states[layer] = advance(self.states[layer], k, u, g, kept.n)
+                advance_(self.states[layer], k, u, g, kept.n)
                 seen = torch.cat([self.inputs[layer], new], dim=1)
                 self.inputs[layer] = seen[rows, kept.n.unsqueeze(1) + last]
         self.pending = [None] * len(self.pending)

@@ -186,6 +186,22 @@ def advance(state: Tensor, k: Tensor, u: Tensor, g: Tensor, n: Tensor | None = N
 
     `k` [B, P, H_k, d_k], `u` [B, P, H_v, d_v], `g` [B, P, H_v]. A row with n = 0 keeps its state.
     """
+    fade, keys, fading = _written(k, u, g, n)
+    return fade * state + (keys @ fading).flatten(1, 2)
+
+
+def advance_(state: Tensor, k: Tensor, u: Tensor, g: Tensor, n: Tensor | None = None) -> None:
+    """As `advance`, into `state`, which is contiguous and has no gradient."""
+    fade, keys, fading = _written(k, u, g, n)
+    keys = keys.expand(-1, -1, fading.shape[2], -1, -1).flatten(0, 2)
+    state.mul_(fade).flatten(0, 1).baddbmm_(keys, fading.flatten(0, 2))
+
+
+def _written(k: Tensor, u: Tensor, g: Tensor, n: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """What is left of a state [B, H_v, 1, 1], and the two factors of what is written into it.
+
+    Keys [B, H_k, 1, d_k, P] and faded values [B, H_k, group, P, d_v].
+    """
     if n is not None:
         counts = torch.arange(k.shape[1], device=k.device) < n.unsqueeze(1)  # [B, P]
         g, u = g * counts.unsqueeze(-1), u * counts[..., None, None]
@@ -194,5 +210,4 @@ def advance(state: Tensor, k: Tensor, u: Tensor, g: Tensor, n: Tensor | None = N
     rest = (left - g).exp()
     group = u.shape[2] // k.shape[2]
     fading = (u * rest.unsqueeze(-1)).transpose(1, 2).unflatten(1, (-1, group))
-    written = k.transpose(1, 2).unsqueeze(2).mT @ fading  # [B, H_k, group, d_k, d_v]
-    return left[:, 0].exp()[..., None, None] * state + written.flatten(1, 2)
+    return left[:, 0].exp()[..., None, None], k.transpose(1, 2).unsqueeze(2).mT, fading

@@ -4,7 +4,7 @@ from .divergence import Divergence, LosslessError, compare, plain_sequence
 from .exact import exact_law, outcomes, target_law
 from .lossless import Report, check_law, check_lossless
 from .replay import replay
-from .targets import small_target
+from .targets import small_hybrid, small_target
 
 __all__ = [
     "Divergence",
@@ -17,6 +17,7 @@ __all__ = [
     "outcomes",
     "plain_sequence",
     "replay",
+    "small_hybrid",
     "small_target",
     "target_law",
 ]

@@ -7,18 +7,31 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ..accept import Coupled, Greedy
-from ..models import Transformer
-from .targets import small_target
+from ..models import QwenMoe, Transformer
+from .targets import small_hybrid, small_target
 
 
-def targets(vocab_size: int = 11) -> st.SearchStrategy[Transformer]:
-    """Random targets of 1-4 layers, with and without grouped-query attention."""
-    return st.builds(
+def targets(vocab_size: int = 11) -> st.SearchStrategy[Transformer | QwenMoe]:
+    """Random targets: dense ones of 1-4 layers and, one time in five, hybrids of 1-4."""
+    dense = st.builds(
         small_target,
         st.integers(0, 50),
         st.just(vocab_size),
         st.integers(1, 4),
         st.sampled_from([1, 2, 4]),
+        st.sampled_from([1.0, 3.0]),
+    )
+    return st.one_of(dense, dense, dense, dense, hybrids(vocab_size))
+
+
+def hybrids(vocab_size: int = 11) -> st.SearchStrategy[QwenMoe]:
+    """Random targets with recurrent layers, of 1-4 blocks, with experts and without."""
+    return st.builds(
+        small_hybrid,
+        st.integers(0, 50),
+        st.just(vocab_size),
+        st.integers(1, 4),
+        st.sampled_from([0, 3]),
         st.sampled_from([1.0, 3.0]),
     )
 
@@ -56,4 +69,4 @@ def rules() -> st.SearchStrategy[Greedy | Coupled]:
     return st.one_of(st.just(Greedy()), coupled)
 
 
-__all__ = ["parents", "prompts", "rules", "small_target", "targets"]
+__all__ = ["hybrids", "parents", "prompts", "rules", "small_hybrid", "small_target", "targets"]
