@@ -30,7 +30,7 @@ from .drafters import (
     PromptLookup,
 )
 from .drafters.mtp import resized
-from .models import Transformer
+from .models import QwenMoe, Transformer
 from .prompts import PROMPTS
 from .protocol import Drafter
 from .tokenizer import ByteTokenizer
@@ -39,16 +39,17 @@ N_NODES = 20
 """Nodes of the trees: on two cores a pass over as many costs about twice a step."""
 
 
+M = TypeVar("M", Transformer, Transformer | QwenMoe)
 T = TypeVar("T", bound=ByteTokenizer | None)
 
 
-class Bundle(NamedTuple, Generic[T]):
+class Bundle(NamedTuple, Generic[M, T]):
     """A target, its tokenizer, drafters by name, and prompts by kind.
 
     Of a folder only the target is known: no tokenizer (None), no drafters, no prompts.
     """
 
-    target: Transformer
+    target: M
     tokenizer: T
     drafters: dict[str, Drafter]
     prompts: dict[str, list[str]]
@@ -57,19 +58,21 @@ class Bundle(NamedTuple, Generic[T]):
 @overload
 def load(
     name: Literal["tiny"] = "tiny", dtype: torch.dtype = torch.float32
-) -> Bundle[ByteTokenizer]: ...
+) -> Bundle[Transformer, ByteTokenizer]: ...
 @overload
-def load(name: str | Path, dtype: torch.dtype = torch.float32) -> Bundle[ByteTokenizer | None]: ...
+def load(
+    name: str | Path, dtype: torch.dtype = torch.float32
+) -> Bundle[Transformer | QwenMoe, ByteTokenizer | None]: ...
 def load(
     name: str | Path = "tiny", dtype: torch.dtype = torch.float32
-) -> Bundle[ByteTokenizer] | Bundle[ByteTokenizer | None]:
+) -> Bundle[Transformer, ByteTokenizer] | Bundle[Transformer | QwenMoe, ByteTokenizer | None]:
     """Load an embedded bundle, or the target in a folder. Weights are converted to `dtype`.
 
     `"tiny"`: a byte-level decoder trained on the source of Python's standard library, a drafter of
     every method trained for it, and prompts that none has seen.
 
-    A folder: Qwen3 or Llama as Hugging Face lays them out, or what `save_transformer` wrote, see
-    `checkpoints.load_target`. Its drafters come from `checkpoints.load_drafter(folder, target)`.
+    A folder: Llama, Qwen3, Qwen3-Next, Qwen3.5 or Qwen3.6 as Hugging Face lays them out, or what
+    `save_transformer` wrote, see `checkpoints.load_target`. Its drafters come from `checkpoints.load_drafter(folder, target)`.
 
     Raises:
         ValueError: for an unknown name, or a folder that holds no target.
