@@ -7,6 +7,8 @@ from .folder import load_transformer, save_transformer
 from .medusa import load_medusa, save_medusa
 from .mtp import load_heads, load_modules, save_mtp
 from .pretrained import load_target
+from .qwen import save_qwen_moe
+from .qwen_mtp import load_qwen_mtp, save_qwen_mtp
 
 __all__ = [
     "load_dflash",
@@ -15,12 +17,15 @@ __all__ = [
     "load_heads",
     "load_medusa",
     "load_modules",
+    "load_qwen_mtp",
     "load_target",
     "load_transformer",
     "save_dflash",
     "save_eagle",
     "save_medusa",
     "save_mtp",
+    "save_qwen_moe",
+    "save_qwen_mtp",
     "save_transformer",
     "strix_halo",
 ]

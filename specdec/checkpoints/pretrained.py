@@ -1,26 +1,29 @@
-"""Plain Hugging Face folders of Qwen3 and Llama: config.json, model.safetensors, also in shards."""
+"""Hugging Face folders of Llama and Qwen: config.json and safetensors, also in shards."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..models import Transformer
+from ..models import QwenMoe, Transformer
 from .folder import load_transformer, read_folder
 from .published import LAYER, below, expect, join, shape_of, without_angles
+from .qwen import load_qwen
+from .qwen_config import MODEL_TYPES
+from .sharded import read_fields, weight_files
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """By `model_type`; the two differ in Qwen3's norms of queries and keys."""
 
-INDEX = "model.safetensors.index.json"
 
+def load_target(folder: Path | str, dtype: torch.dtype = torch.float32) -> Transformer | QwenMoe:
+    """Read a target: a Hugging Face folder, or one of `save_transformer` or `save_qwen_moe`.
 
-def load_target(folder: Path | str, dtype: torch.dtype = torch.float32) -> Transformer:
-    """Read a target: a Hugging Face folder of Qwen3 or Llama, or one of `save_transformer`.
+    Qwen3 and Llama, dense, come as a `Transformer`; Qwen3-Next, Qwen3.5 and Qwen3.6, with experts
+    or without, as a `QwenMoe`. Of a multimodal model the text part is read, and no `mtp.*`.
 
     It is in evaluation mode, without gradients and on the CPU; `dtype` is that of the model,
     whatever the file's.
@@ -29,17 +32,24 @@ def load_target(folder: Path | str, dtype: torch.dtype = torch.float32) -> Trans
         ValueError: for a missing file, another kind of model, one with biases, scaled rotary
             positions or sliding windows in use, or weights that do not fit the config.
     """
-    fields, weights = _read(Path(folder))
+    folder = Path(folder)
+    fields = read_fields(folder)
     kind = fields.get("model_type")
+    if kind in MODEL_TYPES:
+        return load_qwen(folder, fields, dtype)
     if kind is None and not fields.get("architectures"):
         return load_transformer(folder, dtype)
     if kind not in _ARCHITECTURES:
         raise ValueError(
-            f"folder: config.json has model_type={kind!r}; expected one of {list(_ARCHITECTURES)}"
+            f"folder: config.json has model_type={kind!r}; expected one of "
+            f"{[*_ARCHITECTURES, *MODEL_TYPES]}"
         )
     architectures = fields.get("architectures") or [_ARCHITECTURES[kind]]
     expect(("architectures", architectures, [_ARCHITECTURES[kind]]), *_windows(fields))
     config = shape_of(fields, qk_norm=kind == "qwen3")
+    weights: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        weights |= read_folder(folder, (file.name,))[1]
     with torch.device("meta"):  # weights are put in place, none are drawn to be overwritten
         model = Transformer(config)
     names = {
@@ -79,24 +89,3 @@ def _windows(fields: Mapping) -> list[tuple[str, object, object]]:
             False,
         ),
     ]
-
-
-def _read(folder: Path) -> tuple[dict, dict[str, Tensor]]:
-    """As `read_folder`, also of weights in several files that an index lists."""
-    if (folder / "model.safetensors").is_file() or not (folder / INDEX).is_file():
-        return read_folder(folder)
-    try:
-        files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"folder: {folder / INDEX} cannot be read: {error!r}") from error
-    wrong = [
-        name for name in files if Path(name).name != name or Path(name).suffix != ".safetensors"
-    ]
-    if wrong or not files:
-        raise ValueError(f"folder: expected safetensors beside {folder / INDEX}, it lists {files}")
-    fields: dict = {}
-    weights: dict[str, Tensor] = {}
-    for name in files:
-        fields, part = read_folder(folder, (name,))
-        weights |= part
-    return fields, weights

@@ -74,11 +74,32 @@ def split(
     return weights
 
 
-def expect(*fields: tuple[str, object, object]) -> None:
+def expect(*fields: tuple[str, object, object], where: str = "folder: config.json") -> None:
     """Raise a ValueError for the first (name, value, the only supported value) that differs."""
     for name, got, supported in fields:
         if got != supported:
-            raise ValueError(f"folder: config.json has {name}={got!r}; expected {supported!r}")
+            raise ValueError(f"{where} has {name}={got!r}; expected {supported!r}")
+
+
+def plain(fields: Mapping) -> list[tuple[str, object, object]]:
+    """What must hold of any model here, for `expect`: SiLU, no biases, no scaled rotary positions,
+    no quantized weights."""
+    return [
+        ("hidden_act", fields.get("hidden_act", "silu"), "silu"),
+        ("attention_bias", bool(fields.get("attention_bias") or fields.get("qkv_bias")), False),
+        ("mlp_bias", bool(fields.get("mlp_bias")), False),
+        ("rope_scaling", _kind(fields.get("rope_scaling") or {}), "default"),
+        ("rope_parameters", _kind(fields.get("rope_parameters") or {}), "default"),
+        ("quantization_config", fields.get("quantization_config"), None),
+    ]
+
+
+def rope_of(fields: Mapping, part: float) -> tuple[float, float]:
+    """Base of the rotary positions, and the part of a head they turn (`part` if none is told)."""
+    rope = fields.get("rope_parameters") or {}
+    theta = fields.get("rope_theta") or rope.get("rope_theta") or 10000.0
+    told = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
+    return theta, told or part
 
 
 def shape_of(fields: Mapping, *, qk_norm: bool) -> TransformerConfig:
@@ -99,28 +120,15 @@ def shape_of(fields: Mapping, *, qk_norm: bool) -> TransformerConfig:
     missing = [name for name in needed if name not in fields]
     if missing:
         raise ValueError(f"folder: expected {missing} in config.json, got none")
-    rope = fields.get("rope_parameters") or {}
-    scaling = fields.get("rope_scaling") or {}
-    expect(
-        ("hidden_act", fields.get("hidden_act", "silu"), "silu"),
-        ("attention_bias", bool(fields.get("attention_bias") or fields.get("qkv_bias")), False),
-        ("mlp_bias", bool(fields.get("mlp_bias")), False),
-        ("rope_scaling", _kind(scaling), "default"),
-        ("rope_parameters", _kind(rope), "default"),
-        (
-            "partial_rotary_factor",
-            rope.get("partial_rotary_factor", fields.get("partial_rotary_factor")) or 1.0,
-            1.0,
-        ),
-        ("quantization_config", fields.get("quantization_config"), None),
-    )
+    theta, part = rope_of(fields, part=1.0)
+    expect(*plain(fields), ("partial_rotary_factor", part, 1.0))
     try:
         return TransformerConfig(
             *(fields[name] for name in needed),
             num_key_value_heads=fields.get("num_key_value_heads"),
             head_dim=fields.get("head_dim"),
             rms_norm_eps=fields.get("rms_norm_eps", 1e-6),
-            rope_theta=fields.get("rope_theta") or rope.get("rope_theta") or 10000.0,
+            rope_theta=theta,
             max_position_embeddings=fields.get("max_position_embeddings", 2048),
             tie_word_embeddings=fields.get("tie_word_embeddings", False),
             qk_norm=qk_norm,

@@ -12,7 +12,8 @@ add lambda / D times the sum of their losses (`mtp_loss`); dropped, they leave t
 
 Published weights differ in two things, which a `SequentialModules` declares: whether the states it
 reads and hands on are those before the final norm (`tap` L, as in the paper) or behind it (FINAL),
-and whether that norm is the target's or the module's own (`own_norm`).
+and whether that norm is the target's or the module's own (`own_norm`). The blocks are dense, or the
+attending ones of Qwen's hybrids, with their norms; `checkpoints.load_qwen_mtp` reads those.
 
 MiMo (arXiv:2505.07608) trains one module with the target, copies it (`resized`) and
 fine-tunes the copies with the rest frozen (`mtp_loss(..., first=2)`). `mtp_draft.py` drafts.
@@ -24,30 +25,58 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import KVStore, View
-from ..models import TransformerConfig
-from ..models.layers import RMSNorm
-from ..models.transformer import angles_of, block_of, draw_weights
+from ..models import QwenMoeConfig, TransformerConfig
+from ..models.layers import Block, CentredRMSNorm, RMSNorm, rotary_angles
+from ..models.qwen_moe import FULL, hybrid_block
+from ..models.transformer import block_of, draw_weights
 from ..protocol import FINAL, Model
+
+Shape: TypeAlias = TransformerConfig | QwenMoeConfig
+"""Of a module's block."""
+
+
+def attention_shape(shape: Shape) -> TransformerConfig:
+    """The vocabulary, width and heads of `shape`: all that drafting needs to know of a block."""
+    if isinstance(shape, TransformerConfig):
+        return shape
+    return TransformerConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_hidden_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        rms_norm_eps=shape.rms_norm_eps,
+        rope_theta=shape.rope_theta,
+        max_position_embeddings=shape.max_position_embeddings,
+        qk_norm=True,
+    )
+
+
+def attending_block(shape: Shape) -> Block:
+    """A decoder block of this shape that attends."""
+    return block_of(shape) if isinstance(shape, TransformerConfig) else hybrid_block(shape, FULL)
 
 
 class MTPModule(nn.Module):
     """One module: two norms, M_k (2 D -> D), a decoder block, perhaps a final norm of its own."""
 
-    def __init__(self, config: TransformerConfig, *, own_norm: bool) -> None:
+    def __init__(self, shape: Shape, *, own_norm: bool) -> None:
         super().__init__()
-        c, width = config, config.hidden_size
-        self.norm_hidden = RMSNorm(width, c.rms_norm_eps)
-        self.norm_embedding = RMSNorm(width, c.rms_norm_eps)
+        width, eps = shape.hidden_size, shape.rms_norm_eps
+        norm = RMSNorm if isinstance(shape, TransformerConfig) else CentredRMSNorm
+        self.norm_hidden, self.norm_embedding = norm(width, eps), norm(width, eps)
         self.projection = nn.Linear(2 * width, width, bias=False)
-        self.block = block_of(c)
-        self.norm = RMSNorm(width, c.rms_norm_eps) if own_norm else None
+        self.block = attending_block(shape)
+        self.norm = norm(width, eps) if own_norm else None
 
     def forward(
         self,
@@ -64,25 +93,30 @@ class MTPModule(nn.Module):
 
 
 class SequentialModules(nn.Module):
-    """D modules; `config.num_hidden_layers` is D, width and vocabulary are the target's.
+    """D modules; `shape.num_hidden_layers` is D, width and vocabulary are the target's.
 
     Args:
-        config: shape of the modules' blocks.
+        shape: of the modules' blocks; those of a `QwenMoeConfig` all attend.
         tap: the target's states that module 1 reads: its number of blocks L, or FINAL. Modules hand
             on what corresponds: the residual stream, or what their final norm makes of it.
         own_norm: whether every module has a final norm of its own; otherwise it is the target's.
 
     Raises:
-        ValueError: for a tap that is neither FINAL nor at least 1.
+        ValueError: for a tap that is neither FINAL nor at least 1, or blocks that do not attend.
     """
 
-    def __init__(self, config: TransformerConfig, *, tap: int, own_norm: bool = False) -> None:
+    def __init__(self, shape: Shape, *, tap: int, own_norm: bool = False) -> None:
         super().__init__()
         if tap != FINAL and tap < 1:
             raise ValueError(f"tap: expected the target's number of blocks or FINAL, got {tap}")
-        self.config, self.tap = config, tap
+        if isinstance(shape, QwenMoeConfig) and {*shape.kinds} != {FULL}:
+            raise ValueError(
+                f"shape: expected layer_types of {FULL!r} alone, got {list(shape.kinds)}; see "
+                f"of_depth"
+            )
+        self.shape, self.config, self.tap = shape, attention_shape(shape), tap
         self.blocks = nn.ModuleList(
-            MTPModule(config, own_norm=own_norm) for _ in range(config.num_hidden_layers)
+            MTPModule(shape, own_norm=own_norm) for _ in range(shape.num_hidden_layers)
         )
 
     @property
@@ -92,11 +126,24 @@ class SequentialModules(nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> SequentialModules:
         """Draw fresh weights as in a target of one block."""
         draw_weights(self, 1, generator)
+        for module in self.modules():
+            if isinstance(module, CentredRMSNorm):
+                nn.init.zeros_(module.weight)
         return self
 
     @property
     def taps(self) -> tuple[int, ...]:
         return (self.tap,)
+
+    def angles(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Angles of positions [B or 1, N] as the blocks turn them, in the dtype of `like`.
+
+        Cosines and signed sines, [B or 1, N, 1, d], d the dimensions of a head that are turned.
+        """
+        shape = self.shape
+        n_turned = shape.rotary_dim if isinstance(shape, QwenMoeConfig) else shape.head_size
+        cos, sin = rotary_angles(positions, n_turned, shape.rope_theta, like.dtype).unbind(2)
+        return cos, sin
 
     def step(
         self,
@@ -112,6 +159,8 @@ class SequentialModules(nn.Module):
 
         All [B, N, D]: the residual stream h^k_i, or behind the final norm if `tap` is FINAL.
         """
+        if view is not None and isinstance(self.shape, QwenMoeConfig):
+            rotary = self.angles(view.positions, hidden)  # a cache's table turns whole heads
         stream = self.blocks[k - 1](hidden, embeddings, rotary, store, 0, view)
         return self._norm(k, target)(stream) if self.tap == FINAL else stream
 
@@ -132,7 +181,8 @@ class SequentialModules(nn.Module):
         `first` only hand on: nothing of theirs, and no state that they read, gets a gradient.
         """
         embeddings, logits = target.embedding(tokens), []
-        cos, sin = angles_of(self.config, tokens.shape[1], hidden)
+        positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+        cos, sin = self.angles(positions, hidden)
         for k in range(1, self.n_modules + 1):
             n = tokens.shape[1] - k
             with torch.set_grad_enabled(torch.is_grad_enabled() and k >= first):
@@ -142,6 +192,14 @@ class SequentialModules(nn.Module):
             if k >= first:
                 logits.append(self.logits(k, hidden, target))
         return logits
+
+
+def of_depth(shape: Shape, n_modules: int) -> Shape:
+    """`shape` for `n_modules` blocks that attend: what `SequentialModules` takes."""
+    if isinstance(shape, TransformerConfig):
+        return dataclasses.replace(shape, num_hidden_layers=n_modules)
+    kinds = (FULL,) * n_modules
+    return dataclasses.replace(shape, num_hidden_layers=n_modules, layer_types=kinds)
 
 
 def resized(network: SequentialModules, n_modules: int) -> SequentialModules:
@@ -157,8 +215,7 @@ def resized(network: SequentialModules, n_modules: int) -> SequentialModules:
         raise ValueError(f"n_modules: expected at least 1, got {n_modules}")
     last, first = network.blocks[-1], network.blocks[:n_modules]
     copies = [copy.deepcopy(last).requires_grad_(True) for _ in range(n_modules - len(first))]
-    config = dataclasses.replace(network.config, num_hidden_layers=n_modules)
-    new = SequentialModules(config, tap=network.tap)
+    new = SequentialModules(of_depth(network.shape, n_modules), tap=network.tap)
     new.blocks = nn.ModuleList([*copy.deepcopy(first), *copies])
     return new.train(network.training)
 

@@ -18,18 +18,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints import load_transformer, save_mtp, save_transformer
-from ..models import Transformer
+from ..checkpoints import load_target, save_mtp, save_qwen_moe, save_transformer
+from ..drafters.mtp import SequentialModules
+from ..models.decoder import Decoder
 from .corpus import Corpus, Text
 from .distributed import Ranks, joined
 from .features import CachedFeatures, TargetFeatures
 from .fit import fit, optimizers
 from .held_out import held_out_prompts, held_out_tau
+from .hybrid import hybrid_loss, new_hybrid
 from .recipes import DIVERGENCES, RECIPES, new_target, target_loss
 from .written import own, write_text
 
 
-def bits_per_byte(model: Transformer, tokens: Tensor) -> float:
+def bits_per_byte(model: Decoder, tokens: Tensor) -> float:
     """Mean bits the model needs for a byte of `tokens` [B, T + 1]."""
     with torch.no_grad():
         total = sum(
@@ -43,8 +45,29 @@ def train_target(arguments: argparse.Namespace, ranks: Ranks) -> None:
     """A target that can exit early and brings an MTP module, in the folders OUT and OUT-mtp."""
     corpus = open_corpus(arguments.corpus)
     target, mtp = new_target(arguments)
-    held_out = corpus.held_out_batch(64, arguments.length)
     loss = target_loss(target, mtp, corpus, arguments, ranks)
+    finish_target(target, mtp, loss, save_transformer, corpus, arguments, ranks)
+
+
+def train_hybrid(arguments: argparse.Namespace, ranks: Ranks) -> None:
+    """A hybrid target with routed experts and an MTP module, in the folders OUT and OUT-mtp."""
+    corpus = open_corpus(arguments.corpus)
+    target, mtp = new_hybrid(arguments)
+    loss = hybrid_loss(target, mtp, corpus, arguments, ranks)
+    finish_target(target, mtp, loss, save_qwen_moe, corpus, arguments, ranks)
+
+
+def finish_target(
+    target: Decoder,
+    mtp: SequentialModules,
+    loss: Callable[[int], Tensor],
+    save: Callable[..., None],
+    corpus: Corpus,
+    arguments: argparse.Namespace,
+    ranks: Ranks,
+) -> None:
+    """Train, keep the weights with the fewest held-out bits, write both folders."""
+    held_out = corpus.held_out_batch(64, arguments.length)
     modules = nn.ModuleDict({"target": target} | ({"mtp": mtp} if arguments.mtp_weight else {}))
     card = run(
         modules, loss, lambda: bits_per_byte(target, held_out), arguments, ranks, maximize=False
@@ -52,7 +75,7 @@ def train_target(arguments: argparse.Namespace, ranks: Ranks) -> None:
     if ranks.is_first:
         card |= {"held_out_bits_per_byte": card.pop("held_out")}
         card |= {"train_bytes": len(corpus.train), "held_out_bytes": len(corpus.held_out)}
-        save_transformer(target, arguments.out, dtype=torch.bfloat16, metadata=card)
+        save(target, arguments.out, dtype=torch.bfloat16, metadata=card)
         if arguments.mtp_weight:
             save_mtp(mtp, f"{arguments.out}-mtp", dtype=torch.bfloat16, metadata=card)
         print(f"{arguments.out}: {card}")
@@ -60,7 +83,7 @@ def train_target(arguments: argparse.Namespace, ranks: Ranks) -> None:
 
 def train_drafter(arguments: argparse.Namespace, ranks: Ranks) -> None:
     """A drafter for a frozen target, selected by its held-out tau."""
-    target = load_transformer(arguments.target).to(ranks.device)
+    target = load_target(arguments.target).to(ranks.device)
     corpus = open_corpus(arguments.corpus)
     text: Text = corpus
     prompts = held_out_prompts(corpus)
@@ -148,8 +171,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="what", required=True)
-    for name, steps in {"target": 1050, **dict.fromkeys(RECIPES, 400)}.items():
-        about = (train_target if name == "target" else RECIPES[name]).__doc__
+    targets = {"target": train_target, "hybrid": train_hybrid}
+    for name, steps in {**dict.fromkeys(targets, 1050), **dict.fromkeys(RECIPES, 400)}.items():
+        about = (targets | RECIPES)[name].__doc__
         command = commands.add_parser(
             name,
             help=about,
@@ -164,13 +188,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         command.add_argument("--lr", type=float, default=3e-3, help="AdamW's")
         command.add_argument("--muon-lr", type=float, default=6e-3, help="Muon's, 0: AdamW alone")
         command.add_argument("--seed", type=int, default=0)
-        if name == "target":
+        if name in targets:
+            inner = 576 if name == "target" else 80
             command.add_argument("--layers", type=int, default=8)
             command.add_argument("--width", type=int, default=256)
-            command.add_argument("--inner", type=int, default=576, help="width inside the MLP")
+            command.add_argument("--inner", type=int, default=inner, help="width inside an MLP")
+            command.add_argument("--mtp-weight", type=float, default=0.3, help="0: no MTP module")
+        if name == "target":
             command.add_argument("--exit-scale", type=float, default=0.2, help="0: no early exits")
             command.add_argument("--layer-dropout", type=float, default=0.1)
-            command.add_argument("--mtp-weight", type=float, default=0.3, help="0: no MTP module")
+        if name == "hybrid":
+            command.add_argument("--experts", type=int, default=16, help="routed, a block")
+            command.add_argument("--top-k", type=int, default=4, help="of them a token")
+            command.add_argument("--shared-inner", type=int, default=128)
+        if name in targets:
             continue
         command.add_argument("--target", required=True, help="folder of a trained target")
         command.add_argument("--features", help="folder to cache the target's states in")
@@ -218,7 +249,8 @@ def dflash_options(command: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     with joined() as ranks:
-        (train_target if arguments.what == "target" else train_drafter)(arguments, ranks)
+        own = {"target": train_target, "hybrid": train_hybrid}
+        own.get(arguments.what, train_drafter)(arguments, ranks)
 
 
 if __name__ == "__main__":

@@ -31,14 +31,13 @@ from .distributed import ALONE, Ranks
 def optimizers(
     module: nn.Module, lr: float, muon_lr: float | None = None, weight_decay: float = 0.01
 ) -> list[torch.optim.Optimizer]:
-    """AdamW for embeddings, heads and gains; Muon for the matrices of the blocks if `muon_lr`."""
+    """AdamW for embeddings, heads, gains, experts; Muon for the blocks' matrices if `muon_lr`."""
     inner, rest = [], []
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
-        matrix = (
-            parameter.ndim == 2 and ".embedding" not in f".{name}" and ".head" not in f".{name}"
-        )
+        apart = (".embedding", ".head", ".convolution")
+        matrix = parameter.ndim == 2 and not any(part in f".{name}" for part in apart)
         (inner if matrix and muon_lr else rest).append(parameter)
     chosen: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -49,13 +50,15 @@ from ..drafters.mtp import SequentialModules, mtp_loss, resized
 from ..drafters.mtp_heads import ParallelHeads, parallel_backward
 from ..drafters.static_draft import rank_accuracies
 from ..generate import generate
-from ..models import Transformer, TransformerConfig
+from ..models import QwenMoe, Transformer, TransformerConfig
 from ..protocol import FINAL, Drafter
 from ..trees import search_choices
 from .corpus import Corpus
 from .distributed import ALONE, Ranks
+from .hybrid import dense_shape
 
 Hidden = Mapping[int, Tensor]
+Target = Transformer | QwenMoe
 
 
 @dataclass(frozen=True)
@@ -126,14 +129,13 @@ def target_loss(
     return loss_of
 
 
-def draft(target: Transformer, arguments: argparse.Namespace) -> Recipe:
+def draft(target: Target, arguments: argparse.Namespace) -> Recipe:
     """A draft model distilled from the target: forward KL of its whole law at every place."""
     width = arguments.width
     config = dataclasses.replace(
-        target.config,
+        dense_shape(target.config, arguments.layers),
         hidden_size=width,
         intermediate_size=3 * width,
-        num_hidden_layers=arguments.layers,
         num_attention_heads=max(1, width // 64),
         num_key_value_heads=max(1, width // 64),
     )
@@ -151,7 +153,7 @@ def draft(target: Transformer, arguments: argparse.Namespace) -> Recipe:
     return Recipe(model, (FINAL,), loss, DraftModel(model, n_drafts=4), save_transformer)
 
 
-def medusa(target: Transformer, arguments: argparse.Namespace) -> Recipe:
+def medusa(target: Target, arguments: argparse.Namespace) -> Recipe:
     """Medusa-1: the heads on a frozen target."""
     heads = MedusaHeads.for_target(target, n_heads=4)
 
@@ -162,9 +164,9 @@ def medusa(target: Transformer, arguments: argparse.Namespace) -> Recipe:
     return Recipe(heads, chain.taps, loss, chain, save_medusa, searched(target, heads))
 
 
-def eagle1(target: Transformer, arguments: argparse.Namespace) -> Recipe:
+def eagle1(target: Target, arguments: argparse.Namespace) -> Recipe:
     """EAGLE-1: features and soft labels, with the paper's noise on the features."""
-    network = Eagle1(one_layer(target)).reset_parameters(seeded(arguments))
+    network = Eagle1(dense_shape(target.config, 1)).reset_parameters(seeded(arguments))
 
     def loss(hidden: Hidden, tokens: Tensor, mask: Tensor | None, drawn: torch.Generator) -> Tensor:
         return eagle1_loss(network, target, hidden, tokens, mask=mask, noise=0.1, generator=drawn)
@@ -172,10 +174,10 @@ def eagle1(target: Transformer, arguments: argparse.Namespace) -> Recipe:
     return Recipe(network, network.taps, loss, Eagle(network, n_drafts=4), save_eagle)
 
 
-def eagle3(target: Transformer, arguments: argparse.Namespace) -> Recipe:
+def eagle3(target: Target, arguments: argparse.Namespace) -> Recipe:
     """EAGLE-3: three taps, training-time test over as many steps as are drafted."""
     taps = arguments.taps or eagle3_taps(target.n_layers)
-    network = Eagle3(one_layer(target), taps)
+    network = Eagle3(dense_shape(target.config, 1), taps)
     network.reset_parameters(seeded(arguments)).copy_head(target)
     weights = tuple(0.8**step for step in range(arguments.unroll))
 
@@ -186,18 +188,19 @@ def eagle3(target: Transformer, arguments: argparse.Namespace) -> Recipe:
     return Recipe(network, taps, loss, Eagle(network, n_drafts=4), save_eagle)
 
 
-def heads(target: Transformer, arguments: argparse.Namespace) -> Recipe:
+def heads(target: Target, arguments: argparse.Namespace) -> Recipe:
     """Parallel heads on the target's trunk, started as copies of its last block."""
-    network = ParallelHeads.for_target(target, n_heads=4)
+    trunk = cast(Transformer, target)  # for_target refuses another
+    network = ParallelHeads.for_target(trunk, n_heads=4)
 
     def loss(hidden: Hidden, tokens: Tensor, mask: Tensor | None, _: torch.Generator) -> Tensor:
-        return parallel_backward(network, target, hidden, tokens, mask=mask, head_1=False)
+        return parallel_backward(network, trunk, hidden, tokens, mask=mask, head_1=False)
 
     drafter = MTPHeads(network)
     return Recipe(network, (network.tap,), loss, drafter, save_mtp, searched(target, network))
 
 
-def mtp(target: Transformer, arguments: argparse.Namespace) -> Recipe:
+def mtp(target: Target, arguments: argparse.Namespace) -> Recipe:
     """MiMo's recipe: the module trained with the target, copied; the copies learn, it does not."""
     first = load_modules(arguments.module, target)
     network = resized(first, arguments.modules)
@@ -220,11 +223,10 @@ DIVERGENCES: dict[str, Divergence | None] = {
 }
 
 
-def dflash(target: Transformer, arguments: argparse.Namespace) -> Recipe:
+def dflash(target: Target, arguments: argparse.Namespace) -> Recipe:
     """DFlash: random blocks behind the target's states, all slots in one pass."""
-    config = dataclasses.replace(
-        target.config, num_hidden_layers=arguments.layers, qk_norm=True, tie_word_embeddings=False
-    )
+    config = dense_shape(target.config, arguments.layers)
+    config = dataclasses.replace(config, qk_norm=True, tie_word_embeddings=False)
     network = DFlashNetwork(
         config,
         arguments.taps or dflash_taps(target.n_layers, 5),
@@ -234,7 +236,8 @@ def dflash(target: Transformer, arguments: argparse.Namespace) -> Recipe:
         inject=not arguments.at_input,
         dflash2=DFlash2() if arguments.dflash2 else None,
     ).reset_parameters(seeded(arguments))
-    network.norm.load_state_dict(target.norm.state_dict())  # the scale the target's head expects
+    with torch.no_grad():
+        network.norm.weight.copy_(target.norm.gain)  # the scale the target's head expects
 
     def loss(hidden: Hidden, tokens: Tensor, mask: Tensor | None, drawn: torch.Generator) -> Tensor:
         return dflash_loss(
@@ -269,7 +272,7 @@ RECIPES = {
 
 
 def searched(
-    target: Transformer, heads: MedusaHeads | ParallelHeads, n_nodes: int = 20
+    target: Target, heads: MedusaHeads | ParallelHeads, n_nodes: int = 20
 ) -> Callable[[Corpus], dict[str, object]]:
     """The best tree of `n_nodes` by how often each rank is right on what the target writes."""
 
@@ -280,10 +283,6 @@ def searched(
         return {"choices": search_choices(table.tolist(), n_nodes)}
 
     return finish
-
-
-def one_layer(target: Transformer) -> TransformerConfig:
-    return dataclasses.replace(target.config, num_hidden_layers=1)
 
 
 def seeded(arguments: argparse.Namespace) -> torch.Generator:

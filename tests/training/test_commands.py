@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from specdec import DraftModel, generate
-from specdec.checkpoints import load_drafter, load_modules, load_transformer
+from specdec.checkpoints import load_drafter, load_modules, load_target, load_transformer
+from specdec.models import QwenMoe
 from specdec.training.__main__ import main
 from specdec.training.recipes import RECIPES
 
@@ -23,6 +24,10 @@ def folder(tmp_path_factory):
         (folder / "text" / f"m{i}.txt").write_text(f"number {i} of sixty, " * 20)
     shape = ["--layers", "7", "--width", "32", "--inner", "32"]
     main(["target", "--out", f"{folder}/target", "--corpus", f"{folder}/text", *shape, *SMALL])
+    shape = ["--layers", "4", "--width", "32", "--inner", "8", "--shared-inner", "8"]
+    experts = ["--experts", "3", "--top-k", "2"]
+    text = ["--corpus", f"{folder}/text"]
+    main(["hybrid", "--out", f"{folder}/hybrid", *text, *shape, *experts, *SMALL])
     return folder
 
 
@@ -31,6 +36,7 @@ def options(folder, name: str) -> list[str]:
         "mtp": ["--module", f"{folder}/target-mtp"],
         "eagle3": ["--unroll", "2"],
         "draft": ["--width", "16"],
+        "dflash": ["--taps", "2", "4", "5", "--block", "6"],
     }
     text = ["--corpus", f"{folder}/text", "--target", f"{folder}/target"]
     return [name, "--out", f"{folder}/{name}", *text, *SMALL, *own.get(name, [])]
@@ -61,6 +67,35 @@ def test_what_a_command_writes_drafts_for_the_target(folder, name):
     card = json.loads((folder / name / "config.json").read_text())["training"]
     assert card["held_out_tau"] >= 1
     assert ("choices" in card) == (name in ("medusa", "heads"))
+
+
+@pytest.mark.parametrize("name", ["module", "draft", "medusa", "eagle1", "eagle3", "dflash"])
+def test_a_hybrid_is_written_read_and_drafted_for(folder, name):
+    """A folder that nothing reads, a drafter that asks for the config of a dense target."""
+    target = load_target(folder / "hybrid", torch.float64)
+    assert isinstance(target, QwenMoe)
+    out = folder / ("hybrid-mtp" if name == "module" else f"hybrid-{name}")
+    if name != "module":
+        command = options(folder, name)
+        command[command.index(f"{folder}/{name}")] = f"{out}"
+        command[command.index(f"{folder}/target")] = f"{folder}/hybrid"
+        main([*command, *(["--taps", "0", "1", "2"] if name in ("eagle3", "dflash") else [])])
+    drafter = (
+        DraftModel(load_transformer(out, torch.float64))
+        if name == "draft"
+        else load_drafter(out, target)
+    )
+    plain = generate(target, PROMPT, max_new_tokens=8)
+    run = generate(target, PROMPT, drafter, max_new_tokens=8)
+    assert run.sequences[0].tolist() == plain.sequences[0].tolist()
+
+
+def test_parallel_heads_are_for_dense_targets(folder):
+    """A trunk without the last block, of a model that has none to copy."""
+    command = options(folder, "heads")
+    command[command.index(f"{folder}/target")] = f"{folder}/hybrid"
+    with pytest.raises(ValueError, match="target: expected a Transformer"):
+        main(command)
 
 
 def test_the_frozen_parts_stay_as_they_are(folder):
