@@ -66,14 +66,16 @@ def config_of_size(n_bytes: float, itemsize: int) -> QwenMoeConfig:
     )
 
 
-def write(folder: Path, config: QwenMoeConfig, dtype: torch.dtype, packed: bool) -> None:
-    """A random checkpoint in `N_SHARDS` shards, of which one at a time is held."""
+def write(
+    folder: Path, config: QwenMoeConfig, dtype: torch.dtype, packed: bool, n_shards: int = N_SHARDS
+) -> None:
+    """A random checkpoint in shards, of which one at a time is held."""
     with torch.device("meta"):
         weights = published_weights(QwenMoe(config), (), fused=False, packed=packed)
     generator, index, names = torch.Generator().manual_seed(0), {}, list(weights)
-    for i in range(N_SHARDS):
-        file = f"model-{i + 1:05}-of-{N_SHARDS:05}.safetensors"
-        here = names[i::N_SHARDS]
+    for i in range(n_shards):
+        file = f"model-{i + 1:05}-of-{n_shards:05}.safetensors"
+        here = names[i::n_shards]
         drawn = {n: torch.randn(weights[n].shape, generator=generator).to(dtype) for n in here}
         save_file(drawn, folder / file)
         index |= dict.fromkeys(here, file)

@@ -72,7 +72,8 @@ def load(
     every method trained for it, and prompts that none has seen.
 
     A folder: Llama, Qwen3, Qwen3-Next, Qwen3.5 or Qwen3.6 as Hugging Face lays them out, or what
-    `save_transformer` wrote, see `checkpoints.load_target`. Its drafters come from `checkpoints.load_drafter(folder, target)`.
+    `save_transformer` wrote, see `checkpoints.load_target`. Its drafters come from
+    `checkpoints.load_drafter(folder, target)`.
 
     Raises:
         ValueError: for an unknown name, or a folder that holds no target.
@@ -112,8 +113,8 @@ def drafters_of(target: Transformer, folder: Path) -> dict[str, Drafter]:
         "mtp, 3 modules": MTPModules(modules, n_drafts=3),
         "mtp, 3 modules, tree": MTPModules(modules, n_drafts=3, top_k=4, n_nodes=N_NODES),
         "layerskip": LayerSkip(exit_layer=3, n_drafts=4),
-        "dflash": DFlash(block),
-        "dflash, tree": DDTree(block, N_NODES),
+        "dflash": DFlash(block, n_drafts=7),
+        "dflash, tree": DDTree(block, N_NODES, confidence_temperature=0.6),
     }
 
 

@@ -295,6 +295,16 @@ def test_tied_embeddings_stay_one_parameter(copied, folder_of, with_head):
     close(ours(model, TOKENS), says(oracle(kind, tied=True), TOKENS))
 
 
+def test_fields_that_are_missing_are_those_of_transformers(copied):
+    """Catches defaults of our own, or of other models, for what a config.json leaves out."""
+    plain = Qwen3_5MoeTextConfig(
+        **{**SIZES, **ROUTED, "rope_parameters": None, "layer_types": None}
+    )
+    optional = ("rope_parameters", "layer_types", "rms_norm_eps", "linear_conv_kernel_dim")
+    told = {n: value for n, value in plain.to_dict().items() if n not in optional}
+    assert QwenMoeConfig.from_hf(told) == QwenMoeConfig.from_hf(plain)
+
+
 def test_older_fields_say_the_same(copied, folder_of):
     """Catches rotary fields and an attention interval, as Qwen3-Next was published, passed over."""
 
@@ -519,7 +529,7 @@ def test_weights_are_not_held_twice(tmp_path):
 
     A process of its own loads 150 MB, in pieces of 4 MB.
     """
-    write(tmp_path, config_of_size(1e8, 4), torch.float32, packed=True)
+    write(tmp_path, config_of_size(1e8, 4), torch.float32, packed=True, n_shards=1)
     risen, size = measure(tmp_path, torch.float32, piece=2**22)
     assert size > 1.4e8
     assert size < risen < 1.2 * size

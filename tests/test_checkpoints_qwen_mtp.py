@@ -7,6 +7,7 @@ fed with the fused states in place of embeddings, its layer and final norm are t
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def published(kind: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """A layer of `transformers`, and what is around it: fc and the two norms before it."""
     network, config, own = KINDS[kind]
     sizes = SIZES | {"num_hidden_layers": 1, "layer_types": [FULL]}
-    options = {"experts_implementation": "eager"}
+    options: dict[str, Any] = {"experts_implementation": "eager"}
     layer = network(config(**sizes, **own, **options)).eval()
     generator = torch.Generator().manual_seed(1)
     width = layer.config.hidden_size

@@ -18,15 +18,17 @@ every size is tried; the chain competes; ragged batches.
 Nodes are *chosen*, not drawn: under `Rejection` a one-hot q, lossless whatever the tree is (with
 `draw=False`). How many there are and how they hang together depends on the drafter's laws alone,
 never on a drawn token, and in every row on its own laws alone: a row's draft does not depend on
-who shares its batch, also with a budget. The confidences are taken at their word: an over-confident
-drafter gets trees too deep (with a budget, also too large), an under-confident one too wide.
+who shares its batch, also with a budget. Confidences are taken at their word: an over-confident
+drafter gets trees too deep (with a budget, also too large), an under-confident one too wide. One
+that has learnt the target's law is under-confident in greedy decoding: the target's likeliest
+token is drafted more often than the law has it. `DDTree(confidence_temperature=)` mends that.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, pairwise, takewhile
 
 import torch
@@ -37,7 +39,9 @@ from ..protocol import Context
 from ..trees import Node, best_first
 
 
-def candidates(context: Context, logits: Tensor, n_ranks: int) -> tuple[Tensor, Tensor]:
+def candidates(
+    context: Context, logits: Tensor, n_ranks: int, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """What each position may hold, the likeliest first, and how sure the drafter is of each rank.
 
     `logits` [B, K, V] the drafter's at positions 1..K below the root. Returns tokens [B, K, R]
@@ -45,9 +49,10 @@ def candidates(context: Context, logits: Tensor, n_ranks: int) -> tuple[Tensor, 
 
     The tokens are the rule's pick, so that under `Coupled` they are those its noise favours. Rank
     r is worth the r-th largest probability, as in `eagle_tree`: for the likeliest tokens their own.
+    Probabilities are those at `temperature`; see `DDTree`.
     """
     n_ranks = min(n_ranks, logits.shape[-1])
-    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     probs = (exact.topk(n_ranks).values - exact.logsumexp(-1, keepdim=True)).exp()
     depths = torch.arange(logits.shape[1], device=logits.device)
     return context.rule.pick(logits, context.lengths, depths, n_ranks, draw=False)[0], probs
@@ -109,6 +114,18 @@ def best_nodes(table: Sequence[Sequence[float]], n_nodes: int) -> list[Node]:
     return list(takewhile(lambda node: node.value > 0, islice(best_first(table), n_nodes)))
 
 
+def chain_nodes(table: Sequence[Sequence[float]], n_nodes: int) -> list[Node]:
+    """As `best_nodes` of each row's first entry alone."""
+    nodes, value, path = [], 1.0, ()
+    for ranks in table[:n_nodes]:
+        value *= ranks[0]
+        if not value > 0:
+            break
+        path = (*path, 0)
+        nodes.append(Node(path, len(nodes) - 1, value))
+    return nodes
+
+
 @dataclass(frozen=True)
 class VerifyCosts:
     """Measured seconds (or any unit) of a target pass over a few sizes: root + nodes, tokens.
@@ -121,6 +138,7 @@ class VerifyCosts:
 
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
+    known: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.sizes) < 2 or self.sizes[0] < 1 or any(a >= b for a, b in pairwise(self.sizes)):
@@ -144,10 +162,14 @@ class VerifyCosts:
 
     def at(self, n_tokens: int) -> float:
         """Seconds of a pass over `n_tokens`, root included."""
-        i = min(max(bisect_left(self.sizes, n_tokens), 1), len(self.sizes) - 1)
-        low, high = self.sizes[i - 1], self.sizes[i]
-        share = (n_tokens - low) / (high - low)
-        return self.seconds[i - 1] + share * (self.seconds[i] - self.seconds[i - 1])
+        if n_tokens not in self.known:  # asked for in every round
+            i = min(max(bisect_left(self.sizes, n_tokens), 1), len(self.sizes) - 1)
+            low, high = self.sizes[i - 1], self.sizes[i]
+            share = (n_tokens - low) / (high - low)
+            self.known[n_tokens] = self.seconds[i - 1] + share * (
+                self.seconds[i] - self.seconds[i - 1]
+            )
+        return self.known[n_tokens]
 
 
 def best_n_nodes(
@@ -198,8 +220,7 @@ class Budget:
 
     def best_nodes(self, table: Sequence[Sequence[float]], n_nodes: int) -> list[Node]:
         """The chain or tree of at most `n_nodes` nodes that pays best; the chain if both do."""
-        chain = best_nodes([ranks[:1] for ranks in table], n_nodes)
-        tree = best_nodes(table, n_nodes)
+        chain, tree = chain_nodes(table, n_nodes), best_nodes(table, n_nodes)
         n_chain, chain_rate = self._size(chain, self.chain)
         n_tree, tree_rate = self._size(tree, self.tree)
         return tree[:n_tree] if tree_rate > chain_rate else chain[:n_chain]

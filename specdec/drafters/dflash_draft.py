@@ -107,6 +107,8 @@ class DDTree:
         n_ranks: likeliest tokens of a position that may be nodes.
         budget: what passes cost on this machine; each round then has the shape and size that pay
             best, a chain or no draft among them. None: a tree of `n_nodes`.
+        confidence_temperature: at which the drafter's laws are taken as what a node is worth; below
+            1 for one that is right more often than it is sure.
 
     The nodes are chosen, a one-hot q under `Rejection`.
 
@@ -123,7 +125,12 @@ class DDTree:
         block_size: int | None = None,
         n_ranks: int = 8,
         budget: Budget | None = None,
+        confidence_temperature: float = 1.0,
     ) -> None:
+        if not 0 < confidence_temperature < float("inf"):
+            raise ValueError(
+                f"confidence_temperature: expected a number above 0, got {confidence_temperature}"
+            )
         for name, value in (("n_nodes", n_nodes), ("n_ranks", n_ranks)):
             if value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
@@ -134,6 +141,7 @@ class DDTree:
             )
         self.network, self.block_size = network, block_size_of(network, block_size)
         self.n_nodes, self.n_ranks, self.budget = n_nodes, n_ranks, budget
+        self.confidence_temperature = confidence_temperature
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -155,10 +163,9 @@ class DDTreeState:
         if not n_levels:  # the last round, or a block of the root alone
             return Draft.empty(len(context.lengths), context.tokens.device)
         _, logits = self.laws.read(context, n_levels)
-        tokens, probs = candidates(context, logits, self.config.n_ranks)
-        return block_tree(
-            tokens, probs, self.config.n_nodes, context.depth_left, self.config.budget
-        )
+        c = self.config
+        tokens, probs = candidates(context, logits, c.n_ranks, c.confidence_temperature)
+        return block_tree(tokens, probs, c.n_nodes, context.depth_left, c.budget)
 
 
 class DFlashState:

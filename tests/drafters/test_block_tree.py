@@ -173,6 +173,9 @@ def test_candidates_are_the_rules_pick_at_their_depth(rule):
     assert probs.allclose(law.topk(5).values, atol=1e-6)
     if not isinstance(rule, Coupled):
         assert law.gather(-1, tokens).allclose(probs, atol=1e-6)
+    same, sharper = candidates(context, logits, 5, temperature=0.5)
+    assert same.equal(tokens)
+    assert sharper.allclose((2 * logits).softmax(-1).topk(5).values, atol=1e-6)
     assert candidates(context, logits.bfloat16(), 20)[1].dtype == torch.float32
     assert candidates(context, logits.double(), 20)[1].shape == (2, 3, 9)
 

@@ -14,7 +14,7 @@ from specdec import FINAL, Coupled, Greedy, Rejection, Typical, generate
 from specdec.cache import TreeCache
 from specdec.drafters.dflash import DFlashNetwork, Sight, dflash_taps, sights_of
 from specdec.drafters.dflash2 import DFlash2
-from specdec.drafters.dflash_draft import BlockLaws, DFlash
+from specdec.drafters.dflash_draft import BlockLaws, DDTree, DFlash
 from specdec.drafters.dflash_loss import Blocks, run_blocks
 from specdec.testing import check_lossless, exact_law, target_law
 from specdec.testing.replay import Recorder, fresh_draft, nodes
@@ -155,6 +155,15 @@ def test_every_rule_and_budget_runs(trained, rule, name):
         assert [len(new) for new in run.new_tokens] == [7, 1, 4]
         for r in run.rounds:
             assert not r.draft.mask()[~r.live].any()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.4])
+def test_trees_of_a_block_are_lossless(trained, temperature):
+    """Catches slots read at another depth; a law, or a wrong token, from laws made sharper."""
+    drafter = DDTree(trained["mixed"], 9, confidence_temperature=temperature)
+    report = check_lossless(TARGET, drafter, rules=[Greedy(), Coupled(0.5)], n_samples=128)
+    assert report.tau["Greedy"] > 1.3
+    assert report.n_replayed > 40
 
 
 def test_a_block_of_the_root_alone_decodes_plainly():
@@ -564,6 +573,11 @@ CONFIG = NETWORK.config
             "sights: expected 2, one a layer, got 1",
         ),
         (lambda: network_for(TARGET, inject=False, dflash2=SIZES), "inject: .*got False"),
+        (lambda: DDTree(NETWORK, 0), "n_nodes: expected at least 1, got 0"),
+        (
+            lambda: DDTree(NETWORK, confidence_temperature=0.0),
+            r"confidence_temperature: expected a number above 0, got 0\.0",
+        ),
         (lambda: dflash_taps(5, 3), r"n_taps: expected 1\.\.2 for 5 blocks, got 3"),
         (lambda: dflash_taps(40, 0), r"n_taps: expected 1\.\.37 for 40 blocks, got 0"),
     ],
