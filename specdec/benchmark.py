@@ -122,7 +122,11 @@ def calibrate(
     *,
     progress: bool = False,
 ) -> dict[str, Costs]:
-    """Costs of every drafter, from decoding prompts that no result is reported on."""
+    """Costs of every drafter, from decoding prompts that no result is reported on.
+
+    Passes of a size that a drafter's rounds have at least 5 times cost what they cost there, behind
+    a draft and at the length of its rows; other sizes are measured one after another.
+    """
     runs: dict[str, list[Round]] = {name: [] for name in (PLAIN, *drafters)}
     cases = [(prompt, name) for _ in range(2) for prompt in prompts for name in runs]
     for prompt, name in tqdm(cases, desc="calibrating", disable=not progress, leave=False):
@@ -138,14 +142,24 @@ def calibrate(
         )
         for name, rounds in runs.items()
     }
+    step = by_size(runs[PLAIN]).get(1, verify[1])
     costs = {}
     for name in drafters:
         draft = {}
         for something in (True, False):
             taken = [r.seconds.draft for r in runs[name] if (r.draft.n_nodes > 0) == something]
             draft[something] = statistics.median(taken) if taken else 0.0
-        costs[name] = Costs(verify[1], loop[PLAIN], draft, loop[name], verify)
+        own = verify | by_size(runs[name])
+        costs[name] = Costs(step, loop[PLAIN], draft, loop[name], own)
     return costs
+
+
+def by_size(rounds: Sequence[Round], at_least: int = 5) -> dict[int, float]:
+    """Median seconds of the passes over root + nodes, by their number, where there are enough."""
+    taken: dict[int, list[float]] = {}
+    for r in rounds:
+        taken.setdefault(r.draft.n_nodes + 1, []).append(r.seconds.verify)
+    return {n: statistics.median(own) for n, own in taken.items() if len(own) >= at_least}
 
 
 def compare_drafters(
