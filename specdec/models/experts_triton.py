@@ -17,10 +17,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
-from triton import knobs
+from triton import knobs  # pyright: ignore[reportMissingImports]
 
 from .experts import HALF, check_experts, combine, sort_by_expert, unsort
 
