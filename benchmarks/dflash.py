@@ -1,7 +1,7 @@
 """`python -m benchmarks.dflash`: what a block costs, and what trees make of it.
 
 1. T_draft of one DFlash pass over 2 to 16 slots, and of EAGLE-3 drafting 8 tokens, each behind
-   the same contexts, with the tau of both.
+   the same contexts, with T_d/T_t and the tau of both.
 2. DDTree at 32 nodes, with and without a budget, beside the chain whose length is best on other
    prompts: tau, speed-up over plain decoding, and the tree's ratio to the tuned chain.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,8 +25,10 @@ from tqdm import tqdm
 from specdec import DDTree, DFlash, Drafter, Eagle, Generation, Model, Rejection, generate, load
 from specdec.benchmark import verification_seconds
 from specdec.drafters import Budget, DFlashNetwork, VerifyCosts
+from specdec.drafters.block_tree import best_nodes
 from specdec.metrics import measure
 from specdec.prompts import CALIBRATION, PROMPTS
+from specdec.trees import Node
 
 CHAINS = (2, 3, 4, 5, 7, 10, 15)
 PLAIN = "plain"
@@ -57,14 +60,17 @@ def main() -> None:
     }
     blocks["EAGLE-3, 8 tokens"] = Eagle(eagle3.network, n_drafts=8)
     runs = interleaved(target, blocks, calibration, arguments.tokens, arguments.repeats)
-    print("| drafter | T_draft ms (low-high) | over 2 slots | tau |\n|---|---|---|---|")
+    print("| drafter | T_draft ms (low-high) | over 2 slots | T_d/T_t | tau |")
+    print("|---|---|---|---|---|")
     taken = {name: [drafting(repeat) for repeat in runs[name]] for name in blocks}
     base = taken["DFlash, 2 slots"]
     for name in blocks:
         ratio = statistics.median(a / b for a, b in zip(taken[name], base, strict=True))
         print(
             f"| {name} | {statistics.median(taken[name]) * 1e3:.2f} ({min(taken[name]) * 1e3:.2f}-"
-            f"{max(taken[name]) * 1e3:.2f}) | {ratio:.2f}x | {tau(runs[name][0]):.2f} |"
+            f"{max(taken[name]) * 1e3:.2f}) | {ratio:.2f}x | "
+            f"{statistics.median(map(draft_to_verify, runs[name])):.2f} | "
+            f"{tau(runs[name][0]):.2f} |"
         )
 
     chains = {f"chain {n}": DFlash(network, n) for n in CHAINS}
@@ -146,16 +152,56 @@ def interleaved(
     return {name: own[1:] for name, own in runs.items()}
 
 
+class Promised:
+    """In the place of a budget: trees of all nodes, and what they are worth noted."""
+
+    def __init__(self) -> None:
+        self.worth: list[float] = []
+
+    def best_nodes(self, table: Sequence[Sequence[float]], n_nodes: int) -> list[Node]:
+        nodes = best_nodes(table, n_nodes)
+        self.worth.append(1 + sum(node.value for node in nodes))
+        return nodes
+
+
 def confidence_temperature(
     target: Model, network: DFlashNetwork, prompts: Sequence[Tensor], n_tokens: int
 ) -> float:
-    """At which trees of 32 nodes have the highest tau; nothing is timed."""
+    """At which trees of 32 nodes have the highest tau; nothing is timed.
 
-    def tau_at(temperature: float) -> float:
-        drafter = DDTree(network, 32, confidence_temperature=temperature)
-        return tau([generate(target, p, drafter, max_new_tokens=n_tokens) for p in prompts])
+    Prints what drafts promise, tokens a round, and how many come: a chain of 7, trees of 12 and 32.
+    """
+    print("\n| confidences at | chain 7 | tree of 12 | tree of 32 | tau of 32 |")
+    print("|---|---|---|---|---|")
+    taus = {}
+    for temperature in (1.0, 0.8, 0.7, 0.6, 0.5, 0.4):
+        cells = []
+        for n_nodes, n_ranks in ((7, 1), (12, 8), (32, 8)):
+            noted = Promised()
+            drafter = DDTree(
+                network,
+                n_nodes,
+                n_ranks=n_ranks,
+                budget=cast(Budget, noted),
+                confidence_temperature=temperature,
+            )
+            runs = [generate(target, p, drafter, max_new_tokens=n_tokens) for p in prompts]
+            rounds = [r for run in runs for r in run.rounds if r.draft.n_nodes]
+            came = 1 + statistics.fmean(int(r.n_accepted[0]) for r in rounds)
+            cells.append(f"{statistics.fmean(noted.worth):.2f}, {came:.2f}")
+            taus[temperature] = tau(runs)
+        print(f"| {temperature} | {' | '.join(cells)} | {taus[temperature]:.2f} |", flush=True)
+    return max(taus, key=taus.__getitem__)
 
-    return max((1.0, 0.8, 0.7, 0.6, 0.5, 0.4), key=tau_at)
+
+def draft_to_verify(runs: Sequence[Generation]) -> float:
+    """T_d/T_t of whole drafts, medians; the first round, which reads the prompt, is left out."""
+    rounds = [r for run in runs for r in run.rounds[1:] if r.draft.n_nodes]
+    whole = max(r.draft.n_nodes for r in rounds)
+    rounds = [r for r in rounds if r.draft.n_nodes == whole]
+    return statistics.median(r.seconds.draft for r in rounds) / statistics.median(
+        r.seconds.verify for r in rounds
+    )
 
 
 def drafting(runs: Sequence[Generation]) -> float:

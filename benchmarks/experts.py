@@ -25,7 +25,8 @@ from transformers import Qwen3_5MoeTextConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeExperts
 
 from specdec.models.experts import WAYS
-from specdec.models.routing import expected_woken, woken
+from specdec.models.routing import woken
+from specdec.speedup import experts_woken
 
 THEIRS = ("eager", "batched_mm", "grouped_mm")
 SLOW, SLOW_REPEATS = "hf batched_mm", 3
@@ -55,7 +56,7 @@ def main() -> None:
             repeats = a.repeats * 4 if n == 1 else a.repeats
             taken, counts = interleaved(ways, n, a.experts, a.top_k, a.width, dtype, repeats)
             best = min(ways, key=lambda name: statistics.median(taken[name]))
-            expected = expected_woken(a.experts, a.top_k, n)
+            expected = experts_woken(n, a.experts, a.top_k)
             for name, own in taken.items():
                 low, middle, high = min(own), statistics.median(own), max(own)
                 print(

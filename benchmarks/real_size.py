@@ -28,7 +28,7 @@ from specdec.models.delta_net import GatedDeltaNet
 from specdec.models.experts import MoeMLP, grouped_experts
 from specdec.models.layers import Block
 from specdec.models.qwen_moe import LINEAR
-from specdec.models.routing import expected_woken
+from specdec.speedup import experts_woken
 
 WOKEN = (8, 16, 32, 47, 64, 102)
 BLOCK, CONTEXT = 16, 512
@@ -198,7 +198,7 @@ def projection(config: QwenMoeConfig, at: Mapping[str, float]) -> None:
         f"{config.num_hidden_layers * at['1 token, 8 experts'] / step:.0%} in experts\n\n"
         "| experts woken by 16 tokens | T_t/L | eta at tau 4.9, T_d/T_t 0.12 |\n|---|---|---|"
     )
-    uniform = expected_woken(config.num_experts, config.num_experts_per_tok, BLOCK)
+    uniform = experts_woken(BLOCK, config.num_experts, config.num_experts_per_tok)
     for n, note in (
         (8, "all tokens alike"),
         (STRIX_WOKEN, "what Strix Halo counted"),

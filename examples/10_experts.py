@@ -13,7 +13,8 @@ import time
 import torch
 
 from specdec.models.experts import MoeMLP, grouped_experts, loop_experts
-from specdec.models.routing import Routing, expected_woken, load_balancing_loss, woken
+from specdec.models.routing import Routing, load_balancing_loss, recorded, woken
+from specdec.speedup import experts_woken
 
 E, K, WIDTH, INNER = 64, 4, 128, 64
 torch.manual_seed(0)
@@ -23,13 +24,13 @@ generator = torch.Generator().manual_seed(1)
 # %% [markdown]
 # ## One layer, and where its tokens went
 #
-# The router scores all E experts, takes the best K, and lets their weights sum to 1. A list that is
-# handed along collects where everybody went: nothing is kept in the layer.
+# The router scores all E experts, takes the best K, and lets their weights sum to 1. `recorded`
+# listens to where everybody goes: nothing is kept in the layer.
 
 # %%
 x = torch.randn(1, 4, WIDTH, generator=generator)
-routes: list[Routing] = []
-y = layer(x, routes)
+with recorded(layer) as routes:
+    y = layer(x)
 indices, weights, _ = routes[0]
 for token in range(4):
     picks = zip(indices[0, token].tolist(), weights[0, token].tolist(), strict=True)
@@ -66,9 +67,9 @@ measured = {share: [mean_woken(n, share) for n in SIZES] for share in SHARES}
 print(f"{'tokens':>8}{'uniform':>10}" + "".join(f"{f'share {s}':>12}" for s in SHARES))
 for i, n in enumerate(SIZES):
     counts = "".join(f"{measured[share][i]:12.1f}" for share in SHARES)
-    print(f"{n:8d}{expected_woken(E, K, n):10.1f}{counts}")
+    print(f"{n:8d}{experts_woken(n, E, K):10.1f}{counts}")
 for i, n in enumerate(SIZES):  # independent states come close to the formula, agreement saves
-    assert abs(measured[0.0][i] - expected_woken(E, K, n)) < 0.1 * E
+    assert abs(measured[0.0][i] - experts_woken(n, E, K)) < 0.1 * E
 assert measured[0.8][4] < measured[0.5][4] < measured[0.0][4]
 
 # %% [markdown]
@@ -77,7 +78,7 @@ assert measured[0.8][4] < measured[0.5][4] < measured[0.0][4]
 # uniform routing would wake 102 for a block of 16. The Strix Halo post counted 47.
 
 # %%
-print(f"256 experts, 8 a token, 16 tokens: {expected_woken(256, 8, 16):.0f} if uniform, not 128")
+print(f"256 experts, 8 a token, 16 tokens: {experts_woken(16, 256, 8):.0f} if uniform, not 128")
 
 # %% [markdown]
 # A router that likes some experts too well wastes the others. The balancing loss that models are
@@ -167,7 +168,7 @@ for share in SHARES:
 print(f"\n{'tokens':>6}  experts woken of {E}: # share 0.8, = share 0.5, - uniform")
 for i, n in enumerate(SIZES):
     low, middle = round(measured[0.8][i]), round(measured[0.5][i])
-    high = max(round(expected_woken(E, K, n)), middle)
+    high = max(round(experts_woken(n, E, K)), middle)
     print(f"{n:6d}  {'#' * low}{'=' * (middle - low)}{'-' * (high - middle)}")
 
 # %% [markdown]

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .models.decoder import check_positions, check_taps, check_tokens
 from .protocol import FINAL, Cache, Output
 
 if TYPE_CHECKING:
@@ -350,27 +351,17 @@ class HFModel(nn.Module):
         exit_layer: int | None,
         resume: tuple[int, Tensor] | None,
     ) -> None:
-        if tokens.ndim != 2 or tokens.dtype != torch.long or not tokens.shape[1]:
-            raise ValueError(
-                f"tokens: expected int64 of shape [B, N] with N >= 1, got "
-                f"{tokens.dtype} of shape {list(tokens.shape)}"
-            )
+        check_tokens(tokens)
         if exit_layer is not None or resume is not None:
             raise ValueError(
                 "exit_layer, resume: expected None, models of transformers run as a whole; the "
                 "models of specdec.models can leave early"
             )
-        wrong = [tap for tap in taps if tap != FINAL and not 0 <= tap <= self.n_layers]
-        if wrong:
-            raise ValueError(f"taps: expected 0..{self.n_layers} or FINAL (-1), got {wrong}")
+        check_taps(taps, self.n_layers)
         if cache is None:
             if parents is not None:
                 raise ValueError("parents: a pass without a cache is a plain causal one")
-            if tokens.shape[1] > self.max_position_embeddings:
-                raise ValueError(
-                    f"tokens: {tokens.shape[1]} positions, but "
-                    f"max_position_embeddings is {self.max_position_embeddings}"
-                )
+            check_positions(tokens, self.max_position_embeddings)
             return
         if not isinstance(cache, HFCache) or cache.model is not self:
             raise ValueError(

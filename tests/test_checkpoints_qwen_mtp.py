@@ -17,7 +17,14 @@ from transformers import PreTrainedModel
 
 from specdec import FINAL, Coupled, Greedy, Rejection, generate
 from specdec.accept import without_replacement
-from specdec.checkpoints import load_qwen_mtp, load_target, save_qwen_moe, save_qwen_mtp
+from specdec.checkpoints import (
+    load_drafter,
+    load_qwen_mtp,
+    load_target,
+    save_mtp,
+    save_qwen_moe,
+    save_qwen_mtp,
+)
 from specdec.drafters.mtp import SequentialModules, mtp_loss, of_depth, resized
 from specdec.drafters.mtp_draft import MTPModules
 from specdec.models import QwenMoe
@@ -230,6 +237,23 @@ def test_a_module_alone_comes_back_as_it_was(tmp_path, n_experts):
     stored = load_file(tmp_path / "model.safetensors")
     ours = network.state_dict()["blocks.0.projection.weight"]
     assert stored["mtp.fc.weight"][:, : target.hidden_size].equal(ours[:, target.hidden_size :])
+
+
+def test_it_drafts_from_the_targets_own_folder(tmp_path):
+    """Catches a module that `load_drafter` does not know, and a target taken for a drafter."""
+    folder = folder_with_mtp(next(iter(KINDS)), tmp_path)
+    drafter = load_drafter(folder, load_target(folder, torch.float64))
+    assert type(drafter) is MTPModules
+    save_qwen_moe(TARGET, tmp_path / "plain")
+    with pytest.raises(ValueError, match="holds no drafter of a known format"):
+        load_drafter(tmp_path / "plain", TARGET)
+
+
+def test_blocks_of_a_hybrid_are_not_written_in_the_dense_layout(tmp_path):
+    """Catches a folder that nothing can read."""
+    with pytest.raises(ValueError, match=r"network: expected dense blocks, .*QwenMoeConfig"):
+        save_mtp(network_for(1), tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_modules_that_the_layout_cannot_say_are_refused(tmp_path):

@@ -11,21 +11,25 @@ from .eagle import eagle_version, load_eagle
 from .folder import read_folder
 from .medusa import FILES, load_medusa
 from .mtp import load_heads, load_modules
+from .qwen_mtp import has_qwen_mtp, load_qwen_mtp
 
 
 def load_drafter(folder: Path | str, target: Model) -> Drafter:
     """Read a drafter for `target`, in its dtype and on its device, without gradients.
 
     Formats: EAGLE-1, -2 and -3 as SafeAILab publishes them, DFlash and DFlash 2 as z-lab does,
-    Medusa heads as FasterDecoding does, and this library's own folders of MTP modules and parallel
-    heads. It drafts a chain of four, or of as many as there are heads, modules or slots of a block;
-    for a tree or another depth give what `load_eagle`, `load_dflash`, `load_medusa`, `load_modules`
-    or `load_heads` reads to the method itself.
+    Medusa heads as FasterDecoding does, the MTP module in a folder of Qwen's hybrids, and this
+    library's own folders of MTP modules and parallel heads. It drafts a chain of four, or of as
+    many as there are heads, modules or slots of a block; for a tree or another depth give what
+    `load_eagle`, `load_dflash`, `load_medusa`, `load_modules`, `load_qwen_mtp` or `load_heads`
+    reads to the method itself.
 
     Raises:
         ValueError: for a folder of no known format, or weights that fit neither their config nor
             the target.
     """
+    if (Path(folder) / "config.json").is_file() and has_qwen_mtp(Path(folder)):
+        return MTPModules(load_qwen_mtp(folder, target), 4)
     fields, weights = read_folder(folder, (*FILES, "pytorch_model.bin"))
     names = {name.removeprefix("medusa_head.") for name in weights}
     if eagle_version(names) is not None:

@@ -22,7 +22,16 @@ def save_mtp(
     dtype: torch.dtype | None = None,
     metadata: Mapping[str, object] | None = None,
 ) -> None:
-    """Write modules or heads; `metadata` goes into config.json under `training`."""
+    """Write modules or heads; `metadata` goes into config.json under `training`.
+
+    Raises:
+        ValueError: for modules with blocks of a hybrid, which `save_qwen_mtp` writes.
+    """
+    if isinstance(network, SequentialModules) and network.shape is not network.config:
+        raise ValueError(
+            f"network: expected dense blocks, got those of a {type(network.shape).__name__}; "
+            f"save_qwen_mtp writes them"
+        )
     fields: dict[str, object] = {**dataclasses.asdict(network.config), "tap": network.tap}
     if isinstance(network, SequentialModules):
         fields |= {"kind": "sequential", "own_norm": network.blocks[0].norm is not None}

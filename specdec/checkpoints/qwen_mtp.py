@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ..drafters.mtp import MTPModule, SequentialModules, of_depth
-from ..models import QwenMoe, QwenMoeConfig
-from ..protocol import FINAL
+from ..models import QwenMoeConfig
+from ..protocol import FINAL, Model
 from .folder import write_folder
 from .published import expect
 from .qwen import block_weights, has_packed
@@ -29,7 +29,7 @@ from .sharded import Weight, check_weights, fill_weights, places_in, read_fields
 _PREFIX = "mtp."
 
 
-def load_qwen_mtp(folder: Path | str, target: QwenMoe) -> SequentialModules:
+def load_qwen_mtp(folder: Path | str, target: Model) -> SequentialModules:
     """Read the module in `folder` for `target`, in its dtype and on its device, without gradients.
 
     The folder is the target's own, or one of the module alone that `save_qwen_mtp` wrote.
@@ -89,9 +89,11 @@ def save_qwen_mtp(
     write_folder(folder, fields, published, dtype, metadata)
 
 
-def is_qwen_mtp(fields: Mapping, names: Collection[str]) -> bool:
-    """Whether a folder of these fields and weights holds such a module."""
-    return fields.get("model_type") in MODEL_TYPES and f"{_PREFIX}fc.weight" in names
+def has_qwen_mtp(folder: Path) -> bool:
+    """Whether a folder with a config.json holds such a module; only headers are read."""
+    if read_fields(folder).get("model_type") not in MODEL_TYPES:
+        return False
+    return f"{_PREFIX}fc.weight" in places_in(folder)
 
 
 def swapped(projection: nn.Linear) -> Tensor:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice, pairwise, takewhile
 
 import torch
@@ -114,18 +114,6 @@ def best_nodes(table: Sequence[Sequence[float]], n_nodes: int) -> list[Node]:
     return list(takewhile(lambda node: node.value > 0, islice(best_first(table), n_nodes)))
 
 
-def chain_nodes(table: Sequence[Sequence[float]], n_nodes: int) -> list[Node]:
-    """As `best_nodes` of each row's first entry alone."""
-    nodes, value, path = [], 1.0, ()
-    for ranks in table[:n_nodes]:
-        value *= ranks[0]
-        if not value > 0:
-            break
-        path = (*path, 0)
-        nodes.append(Node(path, len(nodes) - 1, value))
-    return nodes
-
-
 @dataclass(frozen=True)
 class VerifyCosts:
     """Measured seconds (or any unit) of a target pass over a few sizes: root + nodes, tokens.
@@ -138,7 +126,6 @@ class VerifyCosts:
 
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
-    known: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.sizes) < 2 or self.sizes[0] < 1 or any(a >= b for a, b in pairwise(self.sizes)):
@@ -162,14 +149,10 @@ class VerifyCosts:
 
     def at(self, n_tokens: int) -> float:
         """Seconds of a pass over `n_tokens`, root included."""
-        if n_tokens not in self.known:  # asked for in every round
-            i = min(max(bisect_left(self.sizes, n_tokens), 1), len(self.sizes) - 1)
-            low, high = self.sizes[i - 1], self.sizes[i]
-            share = (n_tokens - low) / (high - low)
-            self.known[n_tokens] = self.seconds[i - 1] + share * (
-                self.seconds[i] - self.seconds[i - 1]
-            )
-        return self.known[n_tokens]
+        i = min(max(bisect_left(self.sizes, n_tokens), 1), len(self.sizes) - 1)
+        low, high = self.sizes[i - 1], self.sizes[i]
+        share = (n_tokens - low) / (high - low)
+        return self.seconds[i - 1] + share * (self.seconds[i] - self.seconds[i - 1])
 
 
 def best_n_nodes(
@@ -220,7 +203,8 @@ class Budget:
 
     def best_nodes(self, table: Sequence[Sequence[float]], n_nodes: int) -> list[Node]:
         """The chain or tree of at most `n_nodes` nodes that pays best; the chain if both do."""
-        chain, tree = chain_nodes(table, n_nodes), best_nodes(table, n_nodes)
+        chain = best_nodes([ranks[:1] for ranks in table], n_nodes)
+        tree = best_nodes(table, n_nodes)
         n_chain, chain_rate = self._size(chain, self.chain)
         n_tree, tree_rate = self._size(tree, self.tree)
         return tree[:n_tree] if tree_rate > chain_rate else chain[:n_chain]

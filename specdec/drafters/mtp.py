@@ -44,21 +44,7 @@ Shape: TypeAlias = TransformerConfig | QwenMoeConfig
 
 def attention_shape(shape: Shape) -> TransformerConfig:
     """The vocabulary, width and heads of `shape`: all that drafting needs to know of a block."""
-    if isinstance(shape, TransformerConfig):
-        return shape
-    return TransformerConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_hidden_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        rms_norm_eps=shape.rms_norm_eps,
-        rope_theta=shape.rope_theta,
-        max_position_embeddings=shape.max_position_embeddings,
-        qk_norm=True,
-    )
+    return shape if isinstance(shape, TransformerConfig) else shape.dense()
 
 
 def attending_block(shape: Shape) -> Block:

@@ -37,6 +37,30 @@ class Shape(Protocol):
 C = TypeVar("C", bound=Shape)
 
 
+def check_tokens(tokens: Tensor) -> None:
+    """ValueError unless `tokens` are int64 of [B, N] with N >= 1."""
+    if tokens.ndim != 2 or tokens.dtype != torch.long or not tokens.shape[1]:
+        raise ValueError(
+            f"tokens: expected int64 of shape [B, N] with N >= 1, got "
+            f"{tokens.dtype} of shape {list(tokens.shape)}"
+        )
+
+
+def check_taps(taps: Sequence[int], n_layers: int) -> None:
+    """ValueError for a tap that a pass over `n_layers` blocks does not have."""
+    wrong = [tap for tap in taps if tap != FINAL and not 0 <= tap <= n_layers]
+    if wrong:
+        raise ValueError(f"taps: expected 0..{n_layers} or FINAL (-1), got {wrong}")
+
+
+def check_positions(tokens: Tensor, n_positions: int) -> None:
+    """ValueError if a pass without a cache over `tokens` [B, N] is longer than the model is."""
+    if tokens.shape[1] > n_positions:
+        raise ValueError(
+            f"tokens: {tokens.shape[1]} positions, but max_position_embeddings is {n_positions}"
+        )
+
+
 class Decoder(nn.Module, Generic[C]):
     """A `Model`: see `specdec.protocol` for the call. Models fill in what stands below."""
 
@@ -128,15 +152,9 @@ class Decoder(nn.Module, Generic[C]):
         exit_layer: int | None,
         resume: tuple[int, Tensor] | None,
     ) -> None:
-        if tokens.ndim != 2 or tokens.dtype != torch.long or not tokens.shape[1]:
-            raise ValueError(
-                f"tokens: expected int64 of shape [B, N] with N >= 1, got "
-                f"{tokens.dtype} of shape {list(tokens.shape)}"
-            )
+        check_tokens(tokens)
         depth = exit_layer if exit_layer is not None else self.n_layers
-        wrong = [tap for tap in taps if tap != FINAL and not 0 <= tap <= depth]
-        if wrong:
-            raise ValueError(f"taps: expected 0..{depth} or FINAL (-1), got {wrong}")
+        check_taps(taps, depth)
         skipped = [] if resume is None else [tap for tap in taps if 0 <= tap <= resume[0]]
         if resume is not None and skipped:
             raise ValueError(
@@ -152,11 +170,7 @@ class Decoder(nn.Module, Generic[C]):
         if cache is None:
             if parents is not None or resume is not None:
                 raise ValueError("parents, resume: a pass without a cache is a plain causal one")
-            if tokens.shape[1] > self.max_position_embeddings:
-                raise ValueError(
-                    f"tokens: {tokens.shape[1]} positions, but "
-                    f"max_position_embeddings is {self.max_position_embeddings}"
-                )
+            check_positions(tokens, self.max_position_embeddings)
             return
         if not isinstance(cache, TreeCache):
             raise ValueError(f"cache: expected one of new_cache, got {type(cache).__name__}")

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .layers import GatedMLP
-from .routing import Router, Routing
+from .routing import Router
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -261,11 +261,9 @@ class MoeMLP(nn.Module):
     def experts(self, name: str) -> None:
         self._experts = check_way(name)
 
-    def forward(self, x: Tensor, routes: list[Routing] | None = None) -> Tensor:
-        """x [..., D] -> [..., D]; a list given as `routes` gets this layer's `Routing` appended."""
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., D] -> [..., D]; where its tokens went is heard by `routing.recorded`."""
         routing = self.router(x)
-        if routes is not None:
-            routes.append(routing)
         flat = x.flatten(0, -2)  # [M, D]
         indices, weights = routing.indices.flatten(0, -2), routing.weights.flatten(0, -2)
         mixed = self.routed(flat, indices, weights, self.experts).view_as(x)

@@ -30,7 +30,7 @@ from .layers import (
     for_groups,
     rotary_angles,
 )
-from .transformer import draw_weights
+from .transformer import TransformerConfig, draw_weights
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -140,6 +140,26 @@ class QwenMoeConfig:
             self.linear_key_head_dim,
             self.linear_value_head_dim,
             self.linear_conv_kernel_dim,
+        )
+
+    def dense(self) -> TransformerConfig:
+        """Vocabulary, width and heads in blocks that all attend over whole-head angles, dense.
+
+        What drafters for a hybrid are made of, and all that drafting needs to know of its blocks.
+        """
+        return TransformerConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            rms_norm_eps=self.rms_norm_eps,
+            rope_theta=self.rope_theta,
+            max_position_embeddings=self.max_position_embeddings,
+            tie_word_embeddings=self.tie_word_embeddings,
+            qk_norm=True,
         )
 
     @staticmethod

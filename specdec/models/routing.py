@@ -1,9 +1,10 @@
 """Which experts a token goes to: the router, its balancing loss, and how many experts a pass woke.
 
 A pass over n tokens wakes E (1 - (1 - k/E)^n) of E experts if each token picks its k uniformly
-(`expected_woken`): 102 of 256 for 16 tokens and k = 8. Real tokens of one text agree with each
-other and wake fewer (`woken` counts them; the Strix Halo post saw 47). Router and loss are those of
-Qwen3-Next and Qwen3.5 in `transformers`; differing from it, a float64 model routes in float64.
+(`speedup.experts_woken`): 102 of 256 for 16 tokens and k = 8. Real tokens of one text agree with
+each other and wake fewer (`woken` counts them; the Strix Halo post saw 47). Router and loss are
+those of Qwen3-Next and Qwen3.5 in `transformers`; differing from it, a float64 model routes in
+float64.
 """
 
 from __future__ import annotations
@@ -78,16 +79,6 @@ def woken(indices: Tensor, used: Tensor | None = None) -> int:
             f"used: expected bool {list(indices.shape[:-1])}, got {used.dtype} {list(used.shape)}"
         )
     return len((indices if used is None else indices[used]).unique())
-
-
-def expected_woken(n_experts: int, top_k: int, n_tokens: int) -> float:
-    """Distinct experts that n tokens wake if each picks its k uniformly: E (1 - (1 - k/E)^n)."""
-    if not 1 <= top_k <= n_experts or n_tokens < 0:
-        raise ValueError(
-            f"top_k, n_tokens: expected 1..{n_experts} (n_experts) and at least 0, "
-            f"got {top_k} and {n_tokens}"
-        )
-    return n_experts * (1.0 - (1.0 - top_k / n_experts) ** n_tokens)
 
 
 @contextmanager

@@ -56,20 +56,8 @@ def dense_shape(config: TransformerConfig | QwenMoeConfig, n_layers: int) -> Tra
     """Dense blocks of a target's width, heads and vocabulary: what drafters for it are made of."""
     if isinstance(config, TransformerConfig):
         return replace(config, num_hidden_layers=n_layers)
-    return TransformerConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=9 * config.hidden_size // 4,
-        num_hidden_layers=n_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_theta=config.rope_theta,
-        max_position_embeddings=config.max_position_embeddings,
-        tie_word_embeddings=config.tie_word_embeddings,
-        qk_norm=True,
-    )
+    inner = 9 * config.hidden_size // 4  # that of the embedded dense target
+    return replace(config.dense(), num_hidden_layers=n_layers, intermediate_size=inner)
 
 
 def hybrid_loss(

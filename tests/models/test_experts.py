@@ -20,7 +20,6 @@ from specdec.models.experts import (
     loop_experts,
     one_launch,
 )
-from specdec.models.routing import Routing
 
 HERE = ("loop", "grouped")  # Triton has tests of its own
 Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -342,15 +341,6 @@ def test_a_switch_reaches_the_function(monkeypatch) -> None:
         layer.experts = name
         layer(X)
     assert calls == ["loop", "grouped", "loop"]
-
-
-def test_a_pass_hands_out_where_its_tokens_went() -> None:
-    """Would catch a list that is not filled, or that loses the rows of the batch."""
-    layer, routes = moe(), list[Routing]()
-    layer(layer(X, routes), routes)
-    assert [r.indices.shape for r in routes] == [(2, 9, 3)] * 2
-    assert routes[0].probabilities.shape == (2, 9, 7) and routes[0].weights.shape == (2, 9, 3)
-    assert torch.equal(routes[0].indices, layer.router(X).indices)
 
 
 def test_without_a_shared_expert() -> None:

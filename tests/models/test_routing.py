@@ -2,18 +2,13 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Qwen3NextConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import load_balancing_loss_func
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRouter
 
-from specdec.models.routing import (
-    Router,
-    Routing,
-    expected_woken,
-    load_balancing_loss,
-    woken,
-)
+from specdec.models.experts import MoeMLP
+from specdec.models.routing import Router, Routing, load_balancing_loss, recorded, woken
 
 X = torch.randn(2, 6, 5, generator=torch.Generator().manual_seed(0))
 
@@ -112,20 +107,16 @@ def test_woken_counts_distinct_experts_of_used_nodes() -> None:
         woken(indices, torch.ones(2, 2, dtype=torch.long))
 
 
-def test_expected_woken() -> None:
-    """Would catch a wrong exponent. The mean of simulated blocks must agree.
-
-    400 blocks; their standard deviation is below 4.3 each, so the mean is off by 1.3 (six sigma)
-    with odds below 1e-8.
-    """
-    assert expected_woken(256, 8, 0) == 0.0
-    assert expected_woken(256, 8, 1) == pytest.approx(8.0)
-    assert expected_woken(256, 8, 16) == pytest.approx(102.0, abs=0.1)
-    assert expected_woken(4, 4, 3) == 4.0
-    generator = torch.Generator().manual_seed(0)
-    blocks = torch.rand(400, 16, 256, generator=generator).topk(8).indices
-    mean = sum(woken(block) for block in blocks) / len(blocks)
-    assert abs(mean - expected_woken(256, 8, 16)) < 1.3
-    for k, n in ((0, 1), (9, 1), (2, -1)):
-        with pytest.raises(ValueError, match=r"top_k, n_tokens: expected 1\.\.8 \(n_experts\)"):
-            expected_woken(8, k, n)
+def test_recorded_is_a_pass_s_own() -> None:
+    """Would catch a layer that is not heard, rows that are lost, and hooks that stay behind."""
+    layer = MoeMLP(12, 8, 7, 3).double()
+    x = torch.randn(2, 9, 12, generator=torch.Generator().manual_seed(0)).double()
+    with recorded(nn.Sequential(layer, layer)) as routes:
+        layer(layer(x))
+    assert [r.indices.shape for r in routes] == [(2, 9, 3)] * 2
+    assert routes[0].probabilities.shape == (2, 9, 7) and routes[0].weights.shape == (2, 9, 3)
+    assert torch.equal(routes[0].indices, layer.router(x).indices)
+    with pytest.raises(RuntimeError), recorded(layer) as broken:
+        layer(x[..., :5])
+    layer(x)
+    assert len(routes) == 2 and not broken
