@@ -1,7 +1,7 @@
 """`python -m specdec`: decode held-out prompts with every drafter of the embedded bundle.
 
 Prints one table (lossless? tau, speed-up measured and predicted), what the pieces cost, and a
-coloured trace of one decoding.
+coloured trace of one decoding; of a target with experts how many a verification wakes, too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import torch
 from . import __version__
 from .benchmark import PLAIN, Costs, Row, calibrate, compare_drafters
 from .load import load
+from .models import QwenMoe
 from .page import to_html
 from .prompts import CALIBRATION
 from .trace import to_terminal, trace
+from .woken import report
 
 KINDS = ("code", "edit")
 """Prompts that are decoded by default."""
@@ -55,9 +57,8 @@ def main(argv: list[str] | None = None) -> None:
             f"--tokens: expected at most {target.max_position_embeddings - longest}, "
             f"got {arguments.tokens}"
         )
-    costs = calibrate(
-        target, drafters, [tokenizer.encode(t) for t in CALIBRATION], 24, progress=True
-    )
+    calibration = [tokenizer.encode(text) for text in CALIBRATION]
+    costs = calibrate(target, drafters, calibration, 24, progress=True)
     rows, runs = compare_drafters(
         target,
         drafters,
@@ -68,6 +69,19 @@ def main(argv: list[str] | None = None) -> None:
     )
     print(table(rows))
     print(pieces(rows, costs))
+    if isinstance(target, QwenMoe):
+        timed = {name: d for name, d in drafters.items() if name.startswith("dflash")} or drafters
+        print(
+            report(
+                target,
+                drafters,
+                timed,
+                prompts,
+                calibration,
+                max_new_tokens=arguments.tokens,
+                repeats=arguments.repeats,
+            )
+        )
     kind = next(iter(prompts))
     best = max((row for row in rows if row.prompt_kind == kind), key=lambda row: row.tau).drafter
     print(f"\n{kind}, drafted by {best}:\n")
@@ -103,7 +117,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--bundle", default="tiny", choices=["tiny"], help="which embedded models (default: tiny)"
+        "--bundle",
+        default="tiny",
+        choices=["tiny", "tiny-moe"],
+        help="which embedded models (default: tiny)",
     )
     parser.add_argument(
         "--all", action="store_true", help=f"all prompts, not one each of {' and '.join(KINDS)}"

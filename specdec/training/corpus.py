@@ -29,16 +29,20 @@ LEFT_OUT = {
 
 
 class Text(Protocol):
-    """What is trained on: a `Corpus`, or a `WrittenText` in its place."""
+    """What is trained on: a `Corpus`, or `WrittenText` or `Conversations` in its place."""
 
     @property
-    def train(self) -> np.ndarray: ...
-    @property
-    def held_out(self) -> np.ndarray: ...
-    @property
-    def n_given(self) -> int: ...
-    def batch(self, step: int, batch_size: int, length: int, seed: int) -> Tensor: ...
-    def held_out_batch(self, batch_size: int, length: int, seed: int = 0) -> Tensor: ...
+    def train(self) -> np.ndarray:
+        """All of it, to tell it from another."""
+        ...
+
+    def batch(self, step: int, batch_size: int, length: int, seed: int) -> Tensor:
+        """Windows [batch_size, length + 1] int64; the same for the same step and seed."""
+        ...
+
+    def own(self, step: int, batch_size: int, length: int, seed: int) -> Tensor | None:
+        """Of the same batch the tokens that count, bool [batch_size, length + 1]; None: all."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -47,11 +51,6 @@ class Corpus:
 
     train: np.ndarray
     held_out: np.ndarray
-
-    @property
-    def n_given(self) -> int:
-        """Tokens at the start of every window that are not to be predicted: none; see `own`."""
-        return 0
 
     @staticmethod
     def from_folder(
@@ -97,6 +96,9 @@ class Corpus:
     def batch(self, step: int, batch_size: int, length: int, seed: int) -> Tensor:
         """Windows [batch_size, length + 1] int64; the same for the same step and seed."""
         return windows(self.train, np.random.default_rng([seed, step]), batch_size, length + 1)
+
+    def own(self, step: int, batch_size: int, length: int, seed: int) -> None:
+        """All tokens count."""
 
     def held_out_batch(self, batch_size: int, length: int, seed: int = 0) -> Tensor:
         """Windows [batch_size, length + 1] int64 of the held-out files."""

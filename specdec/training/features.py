@@ -12,10 +12,10 @@ several epochs. It takes steps * rows * tokens * taps * width numbers: 1,000 ste
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -26,8 +26,17 @@ from .corpus import Text
 from .distributed import ALONE, Ranks
 from .shards import fingerprint, shard_file, write_shards
 
-Features: TypeAlias = Callable[[int], tuple[Tensor, dict[int, Tensor]]]
-"""step -> tokens [B, T] int64 and hidden, tap -> [B, T, D], of the target's dtype and device."""
+
+class Features(Protocol):
+    """The target's states of the text of a step."""
+
+    def __call__(self, step: int) -> tuple[Tensor, dict[int, Tensor]]:
+        """Tokens [B, T] int64 and hidden, tap -> [B, T, D], of the target's dtype and device."""
+        ...
+
+    def own(self, step: int) -> Tensor | None:
+        """Of these tokens those that count, bool [B, T]; None: all."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,11 @@ class TargetFeatures:
         return tokens, {
             tap: hidden[tap].to(self.stored_dtype).to(self.target.dtype) for tap in self.taps
         }
+
+    def own(self, step: int) -> Tensor | None:
+        """See `Features.own`."""
+        whole = self.text.own(step, self.batch_size, self.length, self.seed)
+        return None if whole is None else self.ranks.share(whole).to(self.target.device)
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -161,3 +175,7 @@ class CachedFeatures:
                 for tap in self.source.taps
             }
         return tokens, hidden
+
+    def own(self, step: int) -> Tensor | None:
+        """See `Features.own`."""
+        return self.source.own(step % self.n_steps)

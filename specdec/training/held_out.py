@@ -9,11 +9,11 @@ from ..accept import Rule
 from ..generate import generate
 from ..metrics import measure
 from ..protocol import Drafter, Model
-from .corpus import Text
+from .corpus import Corpus
 
 
 def held_out_prompts(
-    text: Text, n_prompts: int = 12, *, shortest: int = 16, longest: int = 128, seed: int = 0
+    text: Corpus, n_prompts: int = 12, *, shortest: int = 16, longest: int = 128, seed: int = 0
 ) -> list[Tensor]:
     """A ragged batch of prompts, windows of the held-out files of `shortest`..`longest` tokens.
 

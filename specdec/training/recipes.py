@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -37,7 +38,7 @@ from ..drafters.dflash import DFlashNetwork, dflash_taps, sights_of
 from ..drafters.dflash2 import DFlash2
 from ..drafters.dflash_draft import DFlash
 from ..drafters.dflash_loss import dflash_loss
-from ..drafters.eagle import eagle1_loss, eagle3_loss, eagle3_taps
+from ..drafters.eagle import eagle1_loss, eagle3_loss, eagle3_taps, frequent_tokens
 from ..drafters.layerskip import (
     block_states,
     draw_kept,
@@ -53,7 +54,7 @@ from ..generate import generate
 from ..models import QwenMoe, Transformer, TransformerConfig
 from ..protocol import FINAL, Drafter
 from ..trees import search_choices
-from .corpus import Corpus
+from .corpus import Corpus, Text
 from .distributed import ALONE, Ranks
 from .hybrid import dense_shape
 
@@ -74,7 +75,7 @@ class Recipe:
     drafter: Drafter
     """A chain of the network, to select it by."""
     save: Callable[..., None]
-    finish: Callable[[Corpus], dict[str, object]] = lambda corpus: {}
+    finish: Callable[[], dict[str, object]] = dict
     """What else its card says once it is trained."""
 
 
@@ -129,7 +130,7 @@ def target_loss(
     return loss_of
 
 
-def draft(target: Target, arguments: argparse.Namespace) -> Recipe:
+def draft(target: Target, arguments: argparse.Namespace, text: Text) -> Recipe:
     """A draft model distilled from the target: forward KL of its whole law at every place."""
     width = arguments.width
     config = dataclasses.replace(
@@ -153,7 +154,7 @@ def draft(target: Target, arguments: argparse.Namespace) -> Recipe:
     return Recipe(model, (FINAL,), loss, DraftModel(model, n_drafts=4), save_transformer)
 
 
-def medusa(target: Target, arguments: argparse.Namespace) -> Recipe:
+def medusa(target: Target, arguments: argparse.Namespace, text: Text) -> Recipe:
     """Medusa-1: the heads on a frozen target."""
     heads = MedusaHeads.for_target(target, n_heads=4)
 
@@ -161,10 +162,10 @@ def medusa(target: Target, arguments: argparse.Namespace) -> Recipe:
         return medusa_loss(heads, hidden[FINAL], tokens, mask=mask)
 
     chain = Medusa(heads, [[0] * depth for depth in range(1, 5)])
-    return Recipe(heads, chain.taps, loss, chain, save_medusa, searched(target, heads))
+    return Recipe(heads, chain.taps, loss, chain, save_medusa, searched(target, heads, text))
 
 
-def eagle1(target: Target, arguments: argparse.Namespace) -> Recipe:
+def eagle1(target: Target, arguments: argparse.Namespace, text: Text) -> Recipe:
     """EAGLE-1: features and soft labels, with the paper's noise on the features."""
     network = Eagle1(dense_shape(target.config, 1)).reset_parameters(seeded(arguments))
 
@@ -174,10 +175,17 @@ def eagle1(target: Target, arguments: argparse.Namespace) -> Recipe:
     return Recipe(network, network.taps, loss, Eagle(network, n_drafts=4), save_eagle)
 
 
-def eagle3(target: Target, arguments: argparse.Namespace) -> Recipe:
-    """EAGLE-3: three taps, training-time test over as many steps as are drafted."""
+def eagle3(target: Target, arguments: argparse.Namespace, text: Text) -> Recipe:
+    """EAGLE-3: three taps, training-time test over as many steps as are drafted.
+
+    With `--vocabulary K` it drafts the K most frequent tokens of the text only.
+    """
     taps = arguments.taps or eagle3_taps(target.n_layers)
-    network = Eagle3(dense_shape(target.config, 1), taps)
+    draft_ids = None
+    if arguments.vocabulary:
+        tokens = torch.from_numpy(text.train.astype(np.int64))
+        draft_ids = frequent_tokens(tokens, target.vocab_size, arguments.vocabulary)
+    network = Eagle3(dense_shape(target.config, 1), taps, draft_ids)
     network.reset_parameters(seeded(arguments)).copy_head(target)
     weights = tuple(0.8**step for step in range(arguments.unroll))
 
@@ -188,7 +196,7 @@ def eagle3(target: Target, arguments: argparse.Namespace) -> Recipe:
     return Recipe(network, taps, loss, Eagle(network, n_drafts=4), save_eagle)
 
 
-def heads(target: Target, arguments: argparse.Namespace) -> Recipe:
+def heads(target: Target, arguments: argparse.Namespace, text: Text) -> Recipe:
     """Parallel heads on the target's trunk, started as copies of its last block."""
     trunk = cast(Transformer, target)  # for_target refuses another
     network = ParallelHeads.for_target(trunk, n_heads=4)
@@ -197,10 +205,10 @@ def heads(target: Target, arguments: argparse.Namespace) -> Recipe:
         return parallel_backward(network, trunk, hidden, tokens, mask=mask, head_1=False)
 
     drafter = MTPHeads(network)
-    return Recipe(network, (network.tap,), loss, drafter, save_mtp, searched(target, network))
+    return Recipe(network, (network.tap,), loss, drafter, save_mtp, searched(target, network, text))
 
 
-def mtp(target: Target, arguments: argparse.Namespace) -> Recipe:
+def mtp(target: Target, arguments: argparse.Namespace, text: Text) -> Recipe:
     """MiMo's recipe: the module trained with the target, copied; the copies learn, it does not."""
     first = load_modules(arguments.module, target)
     network = resized(first, arguments.modules)
@@ -223,14 +231,19 @@ DIVERGENCES: dict[str, Divergence | None] = {
 }
 
 
-def dflash(target: Target, arguments: argparse.Namespace) -> Recipe:
+def dflash(target: Target, arguments: argparse.Namespace, text: Text) -> Recipe:
     """DFlash: random blocks behind the target's states, all slots in one pass."""
     config = dense_shape(target.config, arguments.layers)
-    config = dataclasses.replace(config, qk_norm=True, tie_word_embeddings=False)
+    config = dataclasses.replace(
+        config,
+        qk_norm=True,
+        tie_word_embeddings=False,
+        intermediate_size=arguments.inner or config.intermediate_size,
+    )
     network = DFlashNetwork(
         config,
         arguments.taps or dflash_taps(target.n_layers, 5),
-        mask_token=255,  # a byte that no text has
+        mask_token=target.vocab_size - 1 if arguments.mask_token is None else arguments.mask_token,
         block_size=arguments.block,
         sights=sights_of(arguments.sight, arguments.layers, arguments.window),
         inject=not arguments.at_input,
@@ -272,12 +285,12 @@ RECIPES = {
 
 
 def searched(
-    target: Target, heads: MedusaHeads | ParallelHeads, n_nodes: int = 20
-) -> Callable[[Corpus], dict[str, object]]:
+    target: Target, heads: MedusaHeads | ParallelHeads, text: Text, n_nodes: int = 20
+) -> Callable[[], dict[str, object]]:
     """The best tree of `n_nodes` by how often each rank is right on what the target writes."""
 
-    def finish(corpus: Corpus) -> dict[str, object]:
-        prompts = list(corpus.batch(0, 32, 127, seed=1))
+    def finish() -> dict[str, object]:
+        prompts = list(text.batch(0, 32, 127, seed=1))
         written = generate(target, prompts, max_new_tokens=128).new_tokens
         table = rank_accuracies(target, heads, written)
         return {"choices": search_choices(table.tolist(), n_nodes)}

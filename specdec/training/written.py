@@ -19,7 +19,7 @@ from torch import Tensor
 from ..accept import Coupled, Rejection
 from ..generate import generate
 from ..protocol import Drafter, Model
-from .corpus import Text, windows
+from .corpus import Corpus, windows
 from .distributed import ALONE, Ranks
 from .shards import fingerprint, shard_file, write_shards
 
@@ -51,26 +51,21 @@ class WrittenText:
         drawn = np.random.default_rng([seed, step]).integers(0, len(self.rows), batch_size)
         return torch.from_numpy(self.rows[drawn, : length + 1].astype(np.int64))
 
+    def own(self, step: int, batch_size: int, length: int, seed: int) -> Tensor | None:
+        """The `mask` of the losses: bool [batch_size, length + 1], all but the given tokens."""
+        if not self.n_given:
+            return None
+        return (torch.arange(length + 1) >= self.n_given).expand(batch_size, -1)
+
     def held_out_batch(self, batch_size: int, length: int, seed: int = 0) -> Tensor:
         """Windows [batch_size, length + 1] int64 of the held-out files."""
         return windows(self.held_out, np.random.default_rng(seed), batch_size, length + 1)
 
 
-def own(tokens: Tensor, text: Text) -> Tensor | None:
-    """The `mask` of the losses: bool [B, T], True where a token of `tokens` [B, T] counts.
-
-    None, all of them, for a corpus; all but the given ones for a text the target has written.
-    """
-    if not text.n_given:
-        return None
-    places = torch.arange(tokens.shape[1], device=tokens.device)
-    return (places >= text.n_given).expand_as(tokens)
-
-
 def write_text(
     folder: Path | str,
     target: Model,
-    corpus: Text,
+    corpus: Corpus,
     n_batches: int,
     *,
     batch_size: int = 32,

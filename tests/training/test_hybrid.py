@@ -67,6 +67,7 @@ def test_drafters_of_a_hybrid_are_dense_and_start_at_its_scale():
     shape = dense_shape(target.config, 2)
     assert (shape.num_hidden_layers, shape.intermediate_size, shape.qk_norm) == (2, 72, True)
     own = {"taps": [0, 1, 2], "block": 4, "sight": "mixed", "window": None, "at_input": False}
+    own |= {"inner": None, "mask_token": None}
     arguments = SimpleNamespace(**vars(ARGUMENTS) | own | {"layers": 1, "dflash2": False})
-    network = dflash(target, arguments).network
+    network = dflash(target, arguments, TEXT).network
     assert network.get_parameter("norm.weight").tolist() == [1.5] * 32

@@ -10,7 +10,7 @@ from specdec.generate import generate
 from specdec.testing.targets import small_target
 from specdec.training import written
 from specdec.training.corpus import Corpus
-from specdec.training.written import WrittenText, own, write_text
+from specdec.training.written import WrittenText, write_text
 
 TARGET = small_target(1, sharpness=4.0)
 BYTES = np.random.default_rng(0).integers(0, 11, 300).astype(np.uint8)
@@ -86,10 +86,10 @@ def test_it_serves_in_place_of_a_corpus(tmp_path):
     assert torch.equal(batch, text.batch(4, 8, 9, seed=1))
     assert not torch.equal(batch, text.batch(5, 8, 9, seed=1))
     assert not torch.equal(batch, text.batch(4, 8, 9, seed=2))
-    mask = own(batch, text)
+    mask = text.own(4, 8, 9, seed=1)
     assert mask is not None
     assert mask.tolist() == [[False] * 5 + [True] * 5] * 8
-    assert own(batch, TEXT) is None
+    assert TEXT.own(4, 8, 9, seed=1) is None
     assert text.train.tolist() == [token for row in text.rows.tolist() for token in row]
     assert torch.equal(text.held_out_batch(4, 9), TEXT.held_out_batch(4, 9))
     assert text.batch(0, 2, 11, 0).shape == (2, 12)
@@ -148,4 +148,4 @@ def test_what_does_not_fit_is_refused(tmp_path, changes, message):
 def test_a_text_without_given_tokens_counts_everywhere():
     """Catches a mask that leaves out the first token of plain text."""
     text = WrittenText(np.zeros((2, 4), dtype=np.uint8), BYTES, n_given=0)
-    assert own(text.batch(0, 2, 3, 0), text) is None
+    assert text.own(0, 2, 3, 0) is None
