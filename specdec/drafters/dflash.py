@@ -27,6 +27,7 @@ from ..models.transformer import block_of, draw_weights
 from ..protocol import FINAL, Model
 from .dflash2 import ConvBlock, DFlash2, Selector
 from .eagle import Rotary
+from .reduced_head import check_draft_ids, head_over, spread
 
 
 @dataclass(frozen=True)
@@ -141,12 +142,34 @@ class DFlashNetwork(nn.Module):
         )
         self.norm = RMSNorm(width, config.rms_norm_eps)
         self.selector = None if dflash2 is None else Selector(config, dflash2)
+        self.reduced: nn.Linear | None = None
+        self.draft_ids: Tensor | None
+        self.register_buffer("draft_ids", None)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> DFlashNetwork:
         draw_weights(self, self.config.num_hidden_layers, generator)
         for part in self.modules():  # after the general rule, which does not know them
             if isinstance(part, ConvBlock | Selector):
                 part.reset_own()
+        return self
+
+    def reduce_head(self, target: Model, draft_ids: Tensor | None) -> DFlashNetwork:
+        """Draft the tokens `draft_ids` [Vd] int64, increasing, alone; None: all again.
+
+        Their rows of the target's head are copied once, and the others are not read any more.
+
+        Raises:
+            ValueError: for ids that do not fit, or with a candidate selector, which has codebooks
+                of all tokens.
+        """
+        if draft_ids is None:
+            self.reduced = self.draft_ids = None
+            return self
+        check_draft_ids(draft_ids, self.config.vocab_size)
+        if self.selector is not None:
+            raise ValueError("draft_ids: expected None for DFlash 2, whose selector knows all ids")
+        self.draft_ids = draft_ids.to(target.device)
+        self.reduced = head_over(target, self.draft_ids)
         return self
 
     def fuse(self, hidden: Mapping[int, Tensor]) -> Tensor:
@@ -184,7 +207,9 @@ class DFlashNetwork(nn.Module):
 
     def logits(self, states: Tensor, target: Model) -> Tensor:
         """States [B, N, D] -> logits [B, N, V], each of the token at the slot's own position."""
-        return target.head(states)
+        if self.reduced is None:
+            return target.head(states)
+        return spread(self.reduced(states), self.draft_ids, self.config.vocab_size)
 
 
 def block_view(view: View, sight: Sight, lengths: Tensor, n_slots: int, dtype: torch.dtype) -> View:

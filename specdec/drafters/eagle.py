@@ -28,6 +28,7 @@ from ..models import TransformerConfig
 from ..models.layers import GatedMLP, RMSNorm, for_groups, rotary_angles
 from ..models.transformer import attention_of, draw_weights
 from ..protocol import FINAL, Model
+from .reduced_head import check_draft_ids, head_rows, spread
 
 Rotary: TypeAlias = tuple[Tensor, Tensor]
 
@@ -103,7 +104,7 @@ class Eagle3(nn.Module):
         if not taps or wrong:
             raise ValueError(f"taps: expected some of 0, 1, ... and FINAL (-1), got {list(taps)}")
         if draft_ids is not None:
-            _check_draft_ids(draft_ids, c.vocab_size)
+            check_draft_ids(draft_ids, c.vocab_size)
         self.config, self.taps = config, tuple(taps)
         self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
         self.norm_embedding = RMSNorm(width, c.rms_norm_eps)
@@ -123,9 +124,7 @@ class Eagle3(nn.Module):
     @torch.no_grad()
     def copy_head(self, target: Model) -> Eagle3:
         """Start from the rows of the target's (linear) head that belong to the draft tokens."""
-        eye = torch.eye(self.config.hidden_size, dtype=target.dtype, device=target.device)
-        rows = target.head(eye.unsqueeze(0)).squeeze(0).T  # [V, D]
-        self.head.weight.copy_(rows if self.draft_ids is None else rows[self.draft_ids])
+        self.head.weight.copy_(head_rows(target, self.draft_ids))
         return self
 
     @property
@@ -156,11 +155,7 @@ class Eagle3(nn.Module):
 
     def logits(self, features: Tensor, target: Model) -> Tensor:
         """Features [B, N, D] -> logits [B, N, V] over the target's tokens, -inf for the others."""
-        logits = self.draft_logits(features)
-        if self.draft_ids is None:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
-        return full.index_copy(-1, self.draft_ids, logits)
+        return spread(self.draft_logits(features), self.draft_ids, self.config.vocab_size)
 
 
 Network: TypeAlias = Eagle1 | Eagle3
@@ -171,14 +166,6 @@ def eagle3_taps(n_layers: int) -> tuple[int, int, int]:
     if n_layers < 5:
         raise ValueError(f"n_layers: expected at least 5 (name the taps yourself), got {n_layers}")
     return 2, n_layers // 2, n_layers - 3
-
-
-def frequent_tokens(tokens: Tensor, vocab_size: int, n: int) -> Tensor:
-    """The `n` most frequent ids in `tokens` (any shape, int64), increasing: `draft_ids` [n]."""
-    if not 1 <= n <= vocab_size:
-        raise ValueError(f"n: expected 1..{vocab_size} (the vocabulary), got {n}")
-    counts = torch.bincount(tokens.flatten(), minlength=vocab_size)
-    return counts.sort(descending=True, stable=True).indices[:n].sort().values
 
 
 class _Unrolled:
@@ -336,18 +323,6 @@ def _check_one_layer(config: TransformerConfig) -> None:
     if config.num_hidden_layers != 1:
         raise ValueError(
             f"config.num_hidden_layers: EAGLE has one layer, got {config.num_hidden_layers}"
-        )
-
-
-def _check_draft_ids(ids: Tensor, vocab_size: int) -> None:
-    if ids.ndim != 1 or ids.dtype != torch.long or not len(ids):
-        raise ValueError(
-            f"draft_ids: expected int64 of shape [Vd], got {ids.dtype} of {list(ids.shape)}"
-        )
-    low, high = int(ids[0]), int(ids[-1])
-    if bool((ids[1:] <= ids[:-1]).any()) or low < 0 or high >= vocab_size:
-        raise ValueError(
-            f"draft_ids: expected increasing ids in [0, {vocab_size}), got {low}..{high}"
         )
 
 

@@ -38,7 +38,7 @@ from ..drafters.dflash import DFlashNetwork, dflash_taps, sights_of
 from ..drafters.dflash2 import DFlash2
 from ..drafters.dflash_draft import DFlash
 from ..drafters.dflash_loss import dflash_loss
-from ..drafters.eagle import eagle1_loss, eagle3_loss, eagle3_taps, frequent_tokens
+from ..drafters.eagle import eagle1_loss, eagle3_loss, eagle3_taps
 from ..drafters.layerskip import (
     block_states,
     draw_kept,
@@ -49,6 +49,7 @@ from ..drafters.layerskip import (
 from ..drafters.medusa import medusa_loss
 from ..drafters.mtp import SequentialModules, mtp_loss, resized
 from ..drafters.mtp_heads import ParallelHeads, parallel_backward
+from ..drafters.reduced_head import frequent_tokens
 from ..drafters.static_draft import rank_accuracies
 from ..generate import generate
 from ..models import QwenMoe, Transformer, TransformerConfig

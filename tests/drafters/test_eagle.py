@@ -20,11 +20,11 @@ from specdec.drafters.eagle import (
     eagle1_loss,
     eagle3_loss,
     eagle3_taps,
-    frequent_tokens,
     soft_cross_entropy,
     unroll,
 )
 from specdec.drafters.eagle_tree import Eagle, EagleState, Level, children, join, ranked
+from specdec.drafters.reduced_head import frequent_tokens
 from specdec.models import TransformerConfig
 from specdec.testing import check_lossless, exact_law, target_law
 from specdec.testing.exact import Choices, Enumerated, outcomes
