@@ -119,7 +119,7 @@ def test_files_of_questions(tmp_path):
     file.write_text("\n\n".join(map(json.dumps, lines)))
     assert read_questions(file) == ["a", "c", "e"]
     file.write_text(json.dumps(lines[0]) + '\n{"turns": []}\n')
-    with pytest.raises(ValueError, match="line 2 of .*some.jsonl is no JSON object"):
+    with pytest.raises(ValueError, match=r"line 2 of .*some.jsonl is no JSON object"):
         read_questions(file)
     file.write_text("\n")
     with pytest.raises(ValueError, match="holds no question"):
