@@ -22,6 +22,7 @@ from .drafters import (
 from .functional import from_functional
 from .generate import Generation, Round, decode, generate
 from .load import Bundle, load
+from .pack import Packed, pack, unpack
 from .protocol import FINAL, Context, Drafter, Model, Output
 
 __version__ = "0.1.0"
@@ -47,6 +48,7 @@ __all__ = [
     "MedusaHeads",
     "Model",
     "Output",
+    "Packed",
     "PromptLookup",
     "Rejection",
     "Round",
@@ -55,4 +57,6 @@ __all__ = [
     "from_functional",
     "generate",
     "load",
+    "pack",
+    "unpack",
 ]

@@ -10,15 +10,17 @@ from typing import Generic, Literal, NamedTuple, TypeVar, overload
 import torch
 
 from .checkpoints import (
+    find_smollm2,
     load_dflash,
     load_eagle,
+    load_gguf,
+    load_gguf_tokenizer,
     load_heads,
     load_medusa,
     load_modules,
     load_target,
     load_transformer,
 )
-from .checkpoints.gguf import find_smollm2, load_gguf, load_gguf_tokenizer
 from .drafters import (
     DDTree,
     DFlash,

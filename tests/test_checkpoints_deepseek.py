@@ -49,13 +49,9 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, MtpMod
         for name, weight in layer.state_dict().items():
             name = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
             weights[f"model.layers.{N_LAYERS + k}.{name}"] = weight.clone()
-        for copied, own in (
-            ("embed_tokens", "model.embed_tokens"),
-            ("shared_head.head", "lm_head"),
-        ):
-            weights[f"model.layers.{N_LAYERS + k}.{copied}.weight"] = weights[
-                f"{own}.weight"
-            ].clone()
+        prefix = f"model.layers.{N_LAYERS + k}."
+        weights[f"{prefix}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+        weights[f"{prefix}shared_head.head.weight"] = weights["lm_head.weight"].clone()
     save_file(weights, whole / "model.safetensors")
     (whole / "config.json").write_text((alone / "config.json").read_text())
     return whole, alone, modules

@@ -275,6 +275,20 @@ def written(folder: Path, network: DFlashNetwork, **options) -> dict:
     return json.loads((folder / "config.json").read_text())
 
 
+def test_a_reduced_head_comes_back_without_its_rows(tmp_path):
+    """Catches rows of the target's head stored a second time, ids taken for offsets."""
+    target = tiny_transformer()
+    ids = torch.tensor([0, 3, 4, 7])
+    network = network_of().reduce_head(target, ids)
+    save_dflash(network, tmp_path, n_target_layers=target.n_layers)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert "d2t" in names and not [n for n in names if "reduced" in n or "lm_head" in n]
+    again = load_dflash(tmp_path, target)
+    states = torch.randn(1, 2, target.hidden_size, dtype=target.dtype)
+    assert again.draft_ids is not None and again.draft_ids.tolist() == ids.tolist()
+    torch.testing.assert_close(again.logits(states, target), network.logits(states, target))
+
+
 def test_ours_is_written_only_where_the_published_fields_cannot_say_it(tmp_path):
     """Catches folders that the published code reads as something else, without need."""
     deep = {"n_target_layers": 3}
@@ -383,7 +397,7 @@ FULL, SLIDING = "dflash_full", "dflash_sliding"
         (FULL, own(final_logit_softcapping=30), {}, "final_logit_softcapping=30; expected None"),
         (FULL, {"hidden_size": 64}, {}, "hidden_size=64; expected 32"),
         (FULL, {"vocab_size": 96}, {}, "vocab_size=96; expected 97"),
-        (FULL, {"draft_vocab_size": 32}, {}, "draft_vocab_size=32; expected 97"),
+        (FULL, {"draft_vocab_size": 32}, {}, "a reduced draft vocabulary needs d2t"),
         (FULL, {"num_target_layers": 7}, {}, "num_target_layers=7; expected 6"),
         (FULL, {"num_hidden_layers": 2}, {}, "layer_types.*for each of 2 layers"),
         (FULL, {"num_hidden_layers": 2, "layer_types": None}, {}, "do not fit.*layers.2"),

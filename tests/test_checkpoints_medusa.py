@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec import Medusa, MedusaHeads
-from specdec.checkpoints import load_drafter, load_medusa, save_medusa
+from specdec.checkpoints import load_drafter, load_medusa, medusa, save_medusa
 from tests.helpers import tiny_transformer
 
 TARGET = tiny_transformer()
@@ -94,6 +94,23 @@ def test_every_published_layout_is_read(tmp_path, layout):
         torch.testing.assert_close(heads(hidden)[:, k], expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("layout", [whole, sharded])
+def test_of_a_whole_model_the_heads_alone_are_read(monkeypatch, tmp_path, layout):
+    """Catches a reader that takes a model of gigabytes into memory for its heads."""
+    layout(tmp_path, published(tmp_path))
+    asked: list[str] = []
+    read = medusa.read_places
+
+    def watched(places):
+        asked.extend(places)
+        return read(places)
+
+    monkeypatch.setattr(medusa, "read_places", watched)
+    load_drafter(tmp_path, TARGET)
+    assert len(asked) == 6
+    assert all(name.startswith("medusa_head.") for name in asked)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS[:4], ids=lambda layout: layout.__name__)
 @pytest.mark.parametrize("damage", ["truncated", "empty"])
 def test_a_damaged_file_is_named(tmp_path, layout, damage):
@@ -124,7 +141,8 @@ def test_a_pickle_of_something_else_is_named(tmp_path):
 )
 def test_a_broken_index_is_named(tmp_path, index, message):
     """Catches a path out of the folder, and a shard that was not downloaded."""
-    published(tmp_path)
-    (tmp_path / "pytorch_model.bin.index.json").write_text(index)
+    folder = tmp_path / "heads"
+    torch.save(published(folder), tmp_path / "x.bin")
+    (folder / "pytorch_model.bin.index.json").write_text(index)
     with pytest.raises(ValueError, match=message):
-        load_drafter(tmp_path, TARGET)
+        load_drafter(folder, TARGET)

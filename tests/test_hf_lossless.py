@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import Coupled, Draft, Drafter, DraftModel, PromptLookup, generate
+from specdec import Coupled, Draft, Drafter, DraftModel, Greedy, PromptLookup, generate
 from specdec.hf import HFModel
 from specdec.testing import check_lossless, plain_sequence
 from specdec.testing.drafters import Adversary
@@ -115,6 +115,7 @@ def test_a_drafter_begun_afresh_drafts_the_same() -> None:
         DraftModel(served("mistral"), 2, branching=(2, 1)),
         prompts=[torch.tensor([3, 7]), torch.tensor([5, 9, 9, 4])],
         max_new_tokens=6,
+        rules=[Greedy()],
         n_samples=64,
     )
-    assert report.n_replayed > 50
+    assert report.n_replayed > 20

@@ -5,7 +5,8 @@ whose entry in the `hidden_states` of transformers is behind the final norm. Sli
 causal and have their window, full ones are bidirectional; `is_causal` settles it for all layers.
 
 What is ours in config.json: `training`, a card; `inject`, where the context enters at the input
-alone; `sights` and `taps`, where the published fields cannot tell them.
+alone; `sights` and `taps`, where the published fields cannot tell them; `draft_vocab_size`, and
+the weight `d2t` as EAGLE-3 has it, where only some rows of the target's head are read.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..drafters.dflash2 import DFlash2
 from ..drafters.eagle_tree import check_fits
 from ..models import TransformerConfig
 from ..protocol import FINAL, Model
+from .eagle import offsets, take_draft_ids
 from .folder import read_folder, write_folder
 from .published import LAYER, below, expect, fields_of, join, shape_of, split
 from .speculators_networks import HeadedDFlash
@@ -108,10 +110,11 @@ def load_dflash(folder: Path | str, target: Model) -> DFlashNetwork:
         name.removesuffix(".weight") if "codebook" in name else name: weight
         for name, weight in weights.items()
     }
+    ids = take_draft_ids(weights, fields.get("draft_vocab_size"), target.vocab_size)
     network = _network(fields, weights, target).to(device=target.device, dtype=target.dtype)
     check_fits(network, target)
     network.load_state_dict(join(weights, published_dflash(network), network.state_dict(), folder))
-    return network.eval().requires_grad_(False)
+    return network.reduce_head(target, ids).eval().requires_grad_(False)
 
 
 def save_dflash(
@@ -156,6 +159,9 @@ def save_dflash(
         network.sights, network.config.max_position_embeddings + network.block_size
     )
     weights = split(network.state_dict(), published_dflash(network), network.config)
+    if network.draft_ids is not None:  # the rows themselves are the target's
+        weights |= offsets(network.draft_ids, network.config.vocab_size)
+        fields["draft_vocab_size"] = len(network.draft_ids)
     write_folder(folder, fields, weights, dtype, metadata)
 
 
@@ -164,7 +170,7 @@ def published_dflash(network: DFlashNetwork) -> dict[str, tuple[str, ...]]:
     known = dict(_OUTSIDE)
     for i in range(network.config.num_hidden_layers):
         known |= below({**LAYER, **_CONVOLUTIONS}, f"blocks.{i}.", f"layers.{i}.")
-    return {name: known[name] for name, _ in network.named_parameters()}
+    return {name: known[name] for name, _ in network.named_parameters() if name != "reduced.weight"}
 
 
 def _network(fields: Mapping, weights: Iterable[str], target: Model) -> DFlashNetwork:
@@ -184,7 +190,6 @@ def _network(fields: Mapping, weights: Iterable[str], target: Model) -> DFlashNe
             fields.get("num_target_layers", target.n_layers),
             target.n_layers,
         ),
-        ("draft_vocab_size", fields.get("draft_vocab_size", config.vocab_size), config.vocab_size),
     )
     if "mask_token_id" not in own:
         raise ValueError("folder: expected mask_token_id in config.json's dflash_config, got none")

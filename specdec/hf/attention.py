@@ -40,14 +40,10 @@ class AttentionCache:
         self.tree = TreeCache(batch_size, self.layers, model.n_layers, model.dtype, model.device)
         for layer in self.layers:
             layer.reserve(max_length + 8)  # a little room for pending nodes
+        self._read()
 
-    @property
-    def lengths(self) -> Tensor:
-        return self.tree.lengths
-
-    @property
-    def n_pending(self) -> int:
-        return self.tree.n_pending
+    def _read(self) -> None:
+        self.lengths, self.n_pending = self.tree.lengths, self.tree.n_pending
 
     @torch.no_grad()
     def append(
@@ -71,9 +67,10 @@ class AttentionCache:
             positions = view.positions.expand(len(tokens), -1)
             return self.model.run(tokens, positions, self.past, taps, logits, masks)
         except BaseException:
-            path, n = everything(0, len(tokens), tokens.device)
-            tree.commit(path, n)
+            tree.commit(*everything(0, len(tokens), tokens.device))
             raise
+        finally:
+            self._read()
 
     def _additive(self) -> torch.dtype | None:
         """The dtype of additive masks, None: bool ones. Asked anew, since it can be switched."""
@@ -83,3 +80,4 @@ class AttentionCache:
     def commit(self, path: Tensor, n: Tensor) -> None:
         """Keep the first `n` [B] nodes of `path` [B, P]; see `Cache.commit`."""
         self.tree.commit(path, n)
+        self._read()

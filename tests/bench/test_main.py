@@ -1,4 +1,4 @@
-"""`python -m specdec.bench` on the embedded bundle, with a small budget."""
+"""`python -m specdec.bench` from end to end, on a random bundle of bytes in float64."""
 
 import json
 
@@ -6,23 +6,33 @@ import pytest
 import torch
 
 from specdec.bench.__main__ import main
-from specdec.bench.job import Wanted, prepare
+from specdec.bench.job import Wanted, of_transformers, prepare
 from specdec.checkpoints import save_transformer
+from specdec.drafters import DraftModel, PromptLookup
+from specdec.load import Bundle, load
+from specdec.tokenizer import ByteTokenizer
 from tests.helpers import tiny_transformer
 
 SMALL = ["--model", "tiny", "--no-pack", "--limit", "1", "--tokens", "6", "--repeats", "2"]
 
 
 @pytest.fixture(autouse=True)
-def threads():
-    """`--threads` is the process's."""
+def bundle(monkeypatch):
+    """`tiny` is replaced by what decodes in milliseconds; `--threads`, the process's, put back."""
+    target = tiny_transformer(vocab_size=256, max_position_embeddings=2048)
+    small = DraftModel(tiny_transformer(1, vocab_size=256, max_position_embeddings=2048), 2)
+    drafters = {"prompt lookup": PromptLookup(4, 8), "draft model": small, "other": small}
+    prompts = {kind: [f"def {kind}(x):", f"class {kind}:"] for kind in ("code", "edit", "table")}
+    made = Bundle(target, ByteTokenizer(), drafters, prompts)
+    monkeypatch.setattr("specdec.bench.job.load", lambda n: made if n == "tiny" else load(n))
+    monkeypatch.setattr("specdec.bench.__main__.read_bandwidth", lambda device: 1e10)
     before = torch.get_num_threads()
-    yield
+    yield made
     torch.set_num_threads(before)
 
 
 def test_both_engines_are_compared(tmp_path, capsys):
-    """Catches a method, kind, key or part of the report that goes missing; an output that differs."""
+    """Catches a method, kind, key or part of the report that goes missing; a wrong output."""
     file = tmp_path / "rows.json"
     kinds = ["--kinds", "edit", "code", "--drafters", "lookup", "draft model"]
     main([*SMALL, *kinds, "--threads", "1", "--json", str(file)])
@@ -32,7 +42,7 @@ def test_both_engines_are_compared(tmp_path, capsys):
         (kind, engine, method)
         for kind in ("code", "edit")
         for engine, methods in (
-            ("specdec", ("plain", "prompt lookup", "draft model", "draft model, tree")),
+            ("specdec", ("plain", "prompt lookup", "draft model")),
             ("transformers", ("plain", "prompt lookup", "draft model")),
         )
         for method in methods
@@ -69,14 +79,12 @@ def test_questions_of_a_file_without_transformers(tmp_path, capsys):
     assert not any(line.startswith(("long", "short  transformers")) for line in printed.split("\n"))
 
 
-def test_without_a_draft_model_it_is_said(tmp_path):
+def test_without_a_draft_model_it_is_said():
     """Catches silence where a column of the comparison is missing."""
     job = prepare(Wanted("tiny", limit=1, kinds=("code",), drafters=("lookup",), packed=False))
     assert [m.name for m in job.methods if m.engine == "transformers"] == [
         *("plain", "prompt lookup", "draft model"),
     ]
-    from specdec.bench.job import of_transformers
-
     methods, (refused,) = of_transformers(tiny_transformer(), None, (), 3)
     assert [m.name for m in methods] == ["plain", "prompt lookup"]
     assert refused.reason.startswith("there is no draft model for this target")

@@ -110,5 +110,5 @@ def test_what_cannot_be_drawn_is_refused(tmp_path, monkeypatch):
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ValueError, match="plot: .* pip install matplotlib"):
+    with pytest.raises(ValueError, match=r"plot: .* pip install matplotlib"):
         check_plot(tmp_path / "x.png")
