@@ -44,8 +44,8 @@ N_NODES = 20
 
 NAMES = ("tiny", "tiny-moe", "smollm2")
 
-M = TypeVar("M", Transformer, QwenMoe, Transformer | QwenMoe)
-T = TypeVar("T", bound=ByteTokenizer | BPETokenizer | None)
+M = TypeVar("M", bound=Transformer | QwenMoe, covariant=True)
+T = TypeVar("T", bound=ByteTokenizer | BPETokenizer | None, covariant=True)
 
 
 class Bundle(NamedTuple, Generic[M, T]):

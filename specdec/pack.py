@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 MIN_BYTES = 2 << 20
-"""Layers with smaller weights are left alone: they stay in a core's cache, packing gains nothing."""
+"""Smaller weights are left alone: they stay in a core's cache, where packing gains nothing."""
 
 HINT_ROWS = 16
 """Rows the layout is made for; 2 to 16 came out alike, 1 slower for blocks."""
@@ -53,7 +53,8 @@ class Packed:
     """Memory of the packed copies."""
 
     def __str__(self) -> str:
-        lines = [f"packed {len(self.packed)} linear layers, {self.bytes_added / 2**20:.1f} MiB more"]
+        size = self.bytes_added / 2**20
+        lines = [f"packed {len(self.packed)} linear layers, {size:.1f} MiB more"]
         reasons: dict[str, list[str]] = {}
         for name, reason in self.left.items():
             reasons.setdefault(reason, []).append(name)
@@ -82,26 +83,26 @@ class PackedLinear(nn.Linear):
         self._copy: Tensor | None = None
         self._seen: tuple[Tensor, int, int] | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features].
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., in_features] -> [..., out_features].
 
         Raises:
             ValueError: if a gradient were to be computed.
         """
-        if torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad):
+        if torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad):
             raise ValueError(
                 "model: packed linear layers compute no gradients; run it under torch.no_grad(), "
                 "or undo the packing with specdec.unpack(model)"
             )
-        n_rows = x.numel() // self.in_features
+        n_rows = input.numel() // self.in_features
         rows_fit = n_rows > 0 if self.same_kernel else 1 < n_rows <= MOST_ROWS
-        copy = self.copy() if rows_fit and x.dtype == torch.float32 else None
+        copy = self.copy() if rows_fit and input.dtype == torch.float32 else None
         if copy is None:
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(input, self.weight, self.bias)
         if n_rows == 1:  # as two: a single row has a kernel of its own that sums in another order
-            row = x.reshape(1, -1).expand(2, -1)
-            return _product(row, copy, self.bias)[0].view(*x.shape[:-1], -1)
-        return _product(x, copy, self.bias)
+            row = input.reshape(1, -1).expand(2, -1)
+            return _product(row, copy, self.bias)[0].view(*input.shape[:-1], -1)
+        return _product(input, copy, self.bias)
 
     def copy(self) -> Tensor | None:
         """The weight in oneDNN's order, as it is now; None where it cannot be packed."""

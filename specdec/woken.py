@@ -93,9 +93,11 @@ def time_experts(
 ) -> list[Timed]:
     """Plain decoding and every drafter, greedily, with both ways in turn; medians.
 
-    The target's own way is that of before afterwards.
+    The target's own way is that of before afterwards. Raises ValueError for one without experts.
     """
     before = target.experts
+    if before is None:
+        raise ValueError("target: expected a model with routed experts, got a dense one")
     names = (PLAIN, *drafters)
     costs: dict[str, dict[str, Costs]] = {}
     seconds: dict[tuple[str, str], list[float]] = {}

@@ -315,6 +315,21 @@ def test_a_folder_drafts_without_changing_the_output(name):
     assert any(r.draft.n_nodes for r in drafted.rounds)
 
 
+def test_a_head_over_frequent_tokens_is_written_with_its_rows(tmp_path):
+    """Catches a server that drafts other tokens than those whose rows were kept."""
+    target, ids = target_for(MIXED), torch.tensor([0, 3, 7, 52])
+    network = load_speculators(GOLDEN / MIXED, target)
+    assert isinstance(network, DFlashNetwork)
+    save_speculators(network.reduce_head(target, ids), tmp_path, target)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(weights["lm_head.weight"], target.head.weight[ids])
+    assert (weights["d2t"] + torch.arange(4)).tolist() == ids.tolist()
+    assert json.loads((tmp_path / "config.json").read_text())["draft_vocab_size"] == 4
+    again = load_speculators(tmp_path, target)
+    states = torch.randn(1, 2, 16, generator=torch.Generator().manual_seed(4))
+    assert torch.equal(again.logits(states, target), network.logits(states, target))
+
+
 def test_a_window_of_eagle3_bounds_the_run(tmp_path):
     """Catches a layer that sees further back than it was trained to."""
     folder = change(tmp_path, EAGLE3[0], layer={"layer_types": ["sliding_attention"]})

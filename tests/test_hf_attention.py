@@ -135,8 +135,8 @@ def window_off_by_one(patch: pytest.MonkeyPatch) -> None:
 def other_positions(change: Callable[[Tensor], Tensor]) -> Plant:
     right = HFModel.run
 
-    def planted(self: Any, tokens: Tensor, positions: Tensor | None, *rest: Any) -> Output:
-        return right(self, tokens, None if positions is None else change(positions), *rest)
+    def planted(self: Any, tokens: Tensor, past: Any, positions: Any, *rest: Any) -> Output:
+        return right(self, tokens, past, positions if past is None else change(positions), *rest)
 
     return lambda patch: patch.setattr(HFModel, "run", planted)
 

@@ -242,12 +242,12 @@ def test_what_is_left_alone() -> None:
     with torch.inference_mode():
         frozen = nn.Linear(8, 8)
     layers = {
-        "double": nn.Linear(8, 8, dtype=torch.float64),
-        "brain": nn.Linear(8, 8, dtype=torch.bfloat16),
-        "meta": nn.Linear(8, 8, device="meta"),
+        "exact": nn.Linear(8, 8, dtype=torch.float64),
+        "half": nn.Linear(8, 8, dtype=torch.bfloat16),
+        "absent": nn.Linear(8, 8, device="meta"),
         "odd": Odd(8, 8),
         "hooked": hooked,
-        "frozen": frozen,
+        "inference": frozen,
         "small": nn.Linear(8, 8),
         "large": nn.Linear(8, 9),
     }
@@ -255,16 +255,16 @@ def test_what_is_left_alone() -> None:
     report = pack(model, min_bytes=4 * 8 * 9)
     assert report.packed == ("large",)
     assert report.left == {
-        "double": "it is float64",
-        "brain": "it is bfloat16",
-        "meta": "it is on meta",
+        "exact": "it is float64",
+        "half": "it is bfloat16",
+        "absent": "it is on meta",
         "odd": "a subclass of nn.Linear (Odd)",
         "hooked": "it has hooks",
-        "frozen": "made in inference mode, where changes to a weight are not counted",
+        "inference": "made in inference mode, where changes to a weight are not counted",
         "small": "smaller than 288 bytes",
     }
     assert all(model[name] is layer for name, layer in layers.items() if name != "large")
-    assert "left alone, it is bfloat16: brain" in str(report)
+    assert "left alone, it is bfloat16: half" in str(report)
 
 
 def test_without_onednn_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,16 +42,16 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         raise SystemExit(f"python -m specdec.bench: error: {error}") from error
     n_prompts = sum(map(len, job.prompts.values()))
-    packed = "packed weights" if arguments.pack else "weights as they are"
     print(
         f"specdec {__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads; "
-        f"{arguments.model}: {parameters(job.loaded):,} parameters, {job.loaded.dtype}, {packed}; "
+        f"{arguments.model}: {parameters(job.target):,} parameters, {job.target.dtype}; "
         f"{n_prompts} prompts, {arguments.tokens} new tokens, {arguments.repeats} repetitions"
     )
+    print("weights not packed" if job.packed is None else job.packed)
     if job.left_out:
         print(f"left out, too long for the target: {', '.join(job.left_out)}")
     context = middle_of(job, arguments.tokens)
-    bound = Bound(step_bytes(job.loaded, context), read_bandwidth(device=job.target.device))
+    bound = Bound(step_bytes(job.target, context), read_bandwidth(device=job.target.device))
     taken = verification_seconds(job.target, BLOCKS, context)
     costs = calibrate(job.target, job.drafters, job.calibration, progress=True)
     methods, refused = offered(job.methods, next(iter(job.prompts.values()))[0])
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     runs = decode_all(
         methods, job.prompts, max_new_tokens=arguments.tokens, repeats=arguments.repeats
     )
-    results = results_of(runs, job.prompts, job.loaded, costs)
+    results = results_of(runs, job.prompts, job.target, costs)
     parts = (
         table(results),
         averages(results),

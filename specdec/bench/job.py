@@ -14,6 +14,7 @@ from ..drafters import DraftModel, PromptLookup
 from ..generate import generate
 from ..load import load
 from ..models import QwenMoe, Transformer
+from ..pack import Packed, pack
 from ..prompts import CALIBRATION as TEXTS_TO_CALIBRATE
 from ..protocol import Drafter
 from .measure import Refusal
@@ -60,10 +61,9 @@ class Wanted:
 class Job:
     """Ready to be measured."""
 
-    loaded: Transformer | QwenMoe
-    """As it was loaded: what a step reads, and the judge of differences."""
     target: Transformer | QwenMoe
-    """What decodes: `loaded`, or its packed form."""
+    packed: Packed | None
+    """What was packed of it."""
     drafters: dict[str, Drafter]
     prompts: dict[str, list[Prompt]]
     calibration: list[Tensor]
@@ -82,7 +82,7 @@ def prepare(wanted: Wanted) -> Job:
     """
     questions = None if wanted.prompts is None else read_questions(wanted.prompts)
     bundle = load(wanted.model)
-    loaded = bundle.target
+    target = bundle.target
     if bundle.tokenizer is not None:
         reader = reader_for(bundle.tokenizer)
     else:
@@ -96,10 +96,10 @@ def prepare(wanted: Wanted) -> Job:
         built, calibration = built_in()
         questions = questions or built
     questions = choose(questions, wanted.kinds, wanted.limit)
-    assistant = None if wanted.assistant is None else load_target(wanted.assistant, loaded.dtype)
-    drafters = drafters_of(wanted, loaded, bundle.drafters, assistant)
+    assistant = None if wanted.assistant is None else load_target(wanted.assistant, target.dtype)
+    drafters = drafters_of(wanted, target, bundle.drafters, assistant)
 
-    target = packed_form(loaded) if wanted.packed else loaded
+    packed = pack(target) if wanted.packed else None
     prompts, left_out = prompts_of(wanted, questions, reader, target)
     calibrating, _ = check_prompts(
         {"": [read_prompt(q, reader, 1, lambda ids: ids) for q in calibration]},
@@ -115,11 +115,11 @@ def prepare(wanted: Wanted) -> Job:
     if wanted.transformers:
         if assistant is None:
             assistant = assistant_of(bundle.drafters)
-        theirs, refused = of_transformers(loaded, assistant, reader.stop_tokens, wanted.n_drafts)
+        theirs, refused = of_transformers(target, assistant, reader.stop_tokens, wanted.n_drafts)
         methods += theirs
     return Job(
-        loaded,
         target,
+        packed,
         drafters,
         prompts,
         [prompt.tokens for own in calibrating.values() for prompt in own],
@@ -127,12 +127,6 @@ def prepare(wanted: Wanted) -> Job:
         methods,
         refused,
     )
-
-
-def packed_form(target: Transformer | QwenMoe) -> Transformer | QwenMoe:
-    from ..pack import pack
-
-    return pack(target)
 
 
 def questions_of(kind: str, texts: Sequence[str]) -> list[Question]:

@@ -141,8 +141,7 @@ def results_of(
 ) -> list[Result]:
     """One result a method and kind, in the order of `runs`.
 
-    `target` judges differences: the model as it was loaded, before weights were packed. `costs` are
-    those of our drafters by name.
+    `target` judges differences; `costs` are those of our drafters by name.
     """
     results, judge = [], _Judge(target)
     for (engine, method, kind), own in runs.items():

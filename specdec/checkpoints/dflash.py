@@ -31,7 +31,6 @@ _OUTSIDE = {
     "fc.weight": ("fc.weight",),
     "norm_context.weight": ("hidden_norm.weight",),
     "norm.weight": ("norm.weight",),
-    "head.weight": ("lm_head.weight",),
     "selector.before.weight": ("candidate_selector.predecessor_codebook",),
     "selector.after.weight": ("candidate_selector.successor_codebook",),
     "selector.project.weight": ("candidate_selector.hidden_projection.weight",),

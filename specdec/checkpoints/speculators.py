@@ -92,7 +92,8 @@ def save_speculators(
 ) -> None:
     """Write `network` for `target` in the format that vLLM serves.
 
-    EAGLE-3 takes a copy of the target's embeddings along, as the format has it.
+    EAGLE-3 takes a copy of the target's embeddings along, DFlash with a reduced vocabulary its rows
+    of the head, as the format has it.
 
     Args:
         network: the layers; EAGLE-3, or DFlash with norms of queries and keys.

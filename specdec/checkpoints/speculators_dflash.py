@@ -76,7 +76,8 @@ def dflash_fields(network: DFlashNetwork) -> tuple[str, dict[str, object], dict[
 
 def dflash_names(network: DFlashNetwork) -> Names:
     """Our name of every weight of `network` -> the published ones."""
-    return published_dflash(network)
+    head = {} if network.reduced is None else {"reduced.weight": ("lm_head.weight",)}
+    return published_dflash(network) | head
 
 
 def n_slots_that_draft(network: DFlashNetwork) -> int:

@@ -18,9 +18,9 @@ from ..cache import KVStore, View
 from ..drafters.dflash import DFlashNetwork, Sight
 from ..drafters.dflash2 import DFlash2
 from ..drafters.eagle import Eagle3, Rotary
+from ..drafters.reduced_head import check_draft_ids
 from ..models import TransformerConfig
 from ..models.layers import RMSNorm
-from ..protocol import Model
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class HeadedDFlash(DFlashNetwork):
 
     Args:
         config, taps, mask_token, block_size, sights, dflash2: as for `DFlashNetwork`.
-        own_head: whether it has a head; otherwise it is the target's.
+        own_head: whether it has a head, in the place of `reduced`; otherwise it is the target's.
         draft_ids: [Vd] int64, increasing: the target's tokens that the head says; None: all.
         from_root: slot j says the token *behind* its position (`sample_from_anchor`), so the root's
             slot says the first draft. What slot j has to say here is what it said at slot j - 1:
@@ -126,10 +126,12 @@ class HeadedDFlash(DFlashNetwork):
         if draft_ids is not None and not own_head:
             raise ValueError("draft_ids: a reduced vocabulary needs own_head=True, got False")
         self.from_root = from_root
-        self.draft_ids: Tensor | None
-        self.register_buffer("draft_ids", draft_ids)
-        n_tokens = config.vocab_size if draft_ids is None else len(draft_ids)
-        self.head = nn.Linear(config.hidden_size, n_tokens, bias=False) if own_head else None
+        if draft_ids is not None:
+            check_draft_ids(draft_ids, config.vocab_size)
+        self.draft_ids = draft_ids
+        if own_head:
+            n_tokens = config.vocab_size if draft_ids is None else len(draft_ids)
+            self.reduced = nn.Linear(config.hidden_size, n_tokens, bias=False)
 
     def forward(
         self, embeddings: Tensor, rotary: Rotary, store: KVStore, views: Mapping[Sight, View]
@@ -137,16 +139,6 @@ class HeadedDFlash(DFlashNetwork):
         """Slots' embeddings [B, N, D] -> what the head reads at each [B, N, D]."""
         states = super().forward(embeddings, rotary, store, views)
         return states.roll(1, dims=1) if self.from_root else states
-
-    def logits(self, states: Tensor, target: Model) -> Tensor:
-        """States [B, N, D] -> logits [B, N, V]; -inf for tokens that the head does not say."""
-        if self.head is None:
-            return super().logits(states, target)
-        logits = self.head(states)
-        if self.draft_ids is None:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
-        return full.index_copy(-1, self.draft_ids, logits)
 
 
 def norms_of(network: Eagle3) -> Norms:

@@ -65,7 +65,7 @@ class AttentionCache:
                 additive=self._additive(),
             )
             positions = view.positions.expand(len(tokens), -1)
-            return self.model.run(tokens, positions, self.past, taps, logits, masks)
+            return self.model.run(tokens, self.past, positions, taps, logits, masks)
         except BaseException:
             tree.commit(*everything(0, len(tokens), tokens.device))
             raise

@@ -124,12 +124,16 @@ def empty_cache(model: PreTrainedModel) -> DynamicCache:
     return cache
 
 
+def linear_layers(model: PreTrainedModel) -> list[int]:
+    """Indices of a model's layers with linear attention."""
+    return [i for i, is_linear in enumerate(empty_cache(model).is_linear) if is_linear]
+
+
 class _Row:
     """One row: its cache of `transformers`, and what its pending tokens left behind."""
 
     def __init__(self, model: HFModel) -> None:
         self.model, self.past, self.length = model, empty_cache(model.model), 0
-        self.linear = [i for i, is_linear in enumerate(self.past.is_linear) if is_linear]
         self.drop()
 
     def drop(self) -> None:
@@ -141,14 +145,13 @@ class _Row:
 
     def append(self, tokens: Tensor, taps: Sequence[int], logits: bool) -> Output:
         """Run `tokens` [1, N], pending from now on."""
-        done = self.pending.shape[1]
+        linear, done = self.model.linear, self.pending.shape[1]
         self.pending = torch.cat([self.pending, tokens], dim=1)
         if done:  # the states stand before the pending tokens: run all of those again
             crop(self.past, self.length)
-        positions = self.length + torch.arange(self.pending.shape[1], device=tokens.device)[None]
         with frozen_linear_states(self.past) as self.handed:
-            out = self.model.run(self.pending, positions, self.past, {*taps, *self.linear}, logits)
-        self.inputs = {i: out.hidden[i] for i in self.linear}
+            out = self.model.run(self.pending, self.past, self.length, {*taps, *linear}, logits)
+        self.inputs = {i: out.hidden[i] for i in linear}
         return Output(
             None if out.logits is None else out.logits[:, done:],
             {tap: out.hidden[tap][:, done:] for tap in taps},

@@ -13,7 +13,7 @@ from ..protocol import FINAL, Cache, Output
 from .attention import AttentionCache
 from .checks import check_model, is_hybrid, n_positions
 from .head import final_norm, head_of
-from .hybrid import RowsCache
+from .hybrid import RowsCache, linear_layers
 from .masks import Masks
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ class HFModel(nn.Module):
         check_model(model)
         self.model = model
         self.config = model.config
+        self.linear = linear_layers(model)
+        """Indices of the layers with linear attention."""
 
     def new_cache(self, batch_size: int, max_length: int) -> AttentionCache | RowsCache:
         if batch_size < 1 or not 0 <= max_length <= self.max_position_embeddings:
@@ -100,23 +102,29 @@ class HFModel(nn.Module):
     ) -> Output:
         self._check_call(tokens, cache, parents, taps, exit_layer, resume)
         if cache is None:
-            return self.run(tokens, None, None, taps, logits)
+            return self.run(tokens, None, 0, taps, logits)
         assert isinstance(cache, AttentionCache | RowsCache)
         return cache.append(tokens, parents, taps, logits)
 
     def run(
         self,
         tokens: Tensor,
-        positions: Tensor | None,
         past: transformers.Cache | None,
+        positions: Tensor | int,
         taps: Collection[int],
         logits: bool,
         masks: Masks = None,
     ) -> Output:
-        """A pass of the model itself over `tokens` [B, N] at `positions` [B, N] behind `past`."""
-        if positions is not None:
-            # a node beyond the last position is never kept: what it says is of no interest
-            positions = positions.clamp(max=self.max_position_embeddings - 1)
+        """A pass of the model itself over `tokens` [B, N] behind `past`, a cache of `transformers`.
+
+        `positions`: [B, N], or that of the first token of a chain. Masks: see `masks_of`; None: a
+        causal pass, the model makes its own.
+        """
+        if isinstance(positions, int):
+            chain = torch.arange(positions, positions + tokens.shape[1], device=tokens.device)
+            positions = chain.unsqueeze(0)
+        # a node beyond the last position is never kept: what it says is of no interest
+        positions = positions.clamp(max=self.max_position_embeddings - 1)
         body = self.model if logits else self.model.base_model
         before_norm: list[Tensor] = []
         hook = self.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
@@ -124,7 +132,7 @@ class HFModel(nn.Module):
             out = body(
                 input_ids=tokens,
                 attention_mask=masks,
-                position_ids=positions,
+                position_ids=None if past is None else positions,
                 cache=past,
                 use_cache=past is not None,
                 output_hidden_states=bool(taps),

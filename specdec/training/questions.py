@@ -163,7 +163,7 @@ def read_questions(file: Path | str) -> list[str]:
 
 
 def _one(rng: np.random.Generator, choices: Sequence[str]) -> str:
-    return choices[rng.integers(len(choices))]
+    return choices[int(rng.integers(len(choices)))]
 
 
 def _library(shortest: int = 250, longest: int = 900) -> tuple[list[str], list[str]]:
