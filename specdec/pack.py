@@ -89,7 +89,10 @@ class PackedLinear(nn.Linear):
         Raises:
             ValueError: if a gradient were to be computed.
         """
-        if torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad):
+        if torch.is_grad_enabled() and (
+            input.requires_grad
+            or any(p.requires_grad for p in (self.weight, self.bias) if p is not None)
+        ):
             raise ValueError(
                 "model: packed linear layers compute no gradients; run it under torch.no_grad(), "
                 "or undo the packing with specdec.unpack(model)"

@@ -213,9 +213,11 @@ def test_gradients_are_refused() -> None:
     for n in (1, 8):
         with pytest.raises(ValueError, match=r"compute no gradients.*unpack\(model\)"):
             layer(x[:n].clone().requires_grad_(True))
-    layer.weight.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"compute no gradients"):
-        layer(x)
+    for parameter in (layer.weight, layer.bias):
+        layer.requires_grad_(False)
+        parameter.requires_grad_(True)
+        with pytest.raises(ValueError, match=r"compute no gradients"):
+            layer(x)
     with torch.no_grad():
         assert runs_packed(layer, x)
     with torch.inference_mode():
@@ -243,7 +245,7 @@ def test_what_is_left_alone() -> None:
         frozen = nn.Linear(8, 8)
     layers = {
         "exact": nn.Linear(8, 8, dtype=torch.float64),
-        "half": nn.Linear(8, 8, dtype=torch.bfloat16),
+        "brain": nn.Linear(8, 8, dtype=torch.bfloat16),
         "absent": nn.Linear(8, 8, device="meta"),
         "odd": Odd(8, 8),
         "hooked": hooked,
@@ -256,7 +258,7 @@ def test_what_is_left_alone() -> None:
     assert report.packed == ("large",)
     assert report.left == {
         "exact": "it is float64",
-        "half": "it is bfloat16",
+        "brain": "it is bfloat16",
         "absent": "it is on meta",
         "odd": "a subclass of nn.Linear (Odd)",
         "hooked": "it has hooks",
@@ -264,7 +266,7 @@ def test_what_is_left_alone() -> None:
         "small": "smaller than 288 bytes",
     }
     assert all(model[name] is layer for name, layer in layers.items() if name != "large")
-    assert "left alone, it is bfloat16: half" in str(report)
+    assert "left alone, it is bfloat16: brain" in str(report)
 
 
 def test_without_onednn_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
