@@ -5,7 +5,7 @@
 # run as they are, over the library's own cache, so that a whole tree of drafts for a whole batch is
 # one pass. Here prompt lookup drafts, which needs no training and no second model.
 #
-#     python examples/11_any_transformers_model.py                             # tiny, random, offline
+#     python examples/11_any_transformers_model.py    # tiny, random, offline
 #     python examples/11_any_transformers_model.py --model HuggingFaceTB/SmolLM2-135M-Instruct
 #     python examples/11_any_transformers_model.py --model path/to/a/folder --prompt "Say hello."
 
@@ -171,12 +171,13 @@ try:
     HFModel(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
 except ValueError as error:
     print(error)
+own = model.config._attn_implementation
 model.config._attn_implementation = "flex_attention"
 try:
     HFModel(model)
 except ValueError as error:
     print(error)
-model.config._attn_implementation = "sdpa"
+model.config._attn_implementation = own
 
 # %% [markdown]
 # ## Exercises

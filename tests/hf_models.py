@@ -24,6 +24,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    NanoChatConfig,
     OPTConfig,
     PhiConfig,
     PreTrainedModel,
@@ -111,6 +112,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "opt": lambda: OPTConfig(**{**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
     "cohere": lambda: CohereConfig(**SIZES, **DENSE, logit_scale=0.25),
     "granite": lambda: GraniteConfig(**SIZES, **DENSE, logits_scaling=2.0),
+    "nanochat": lambda: NanoChatConfig(**SIZES, **DENSE),
     "deepseek_v3": lambda: DeepseekV3Config(**{**SIZES, **DENSE, **MLA}),
 }
 CLASSES = {
@@ -129,6 +131,7 @@ CLASSES = {
     "opt": "OPTForCausalLM",
     "cohere": "CohereForCausalLM",
     "granite": "GraniteForCausalLM",
+    "nanochat": "NanoChatForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 HYBRIDS = ["qwen3_5_moe", "qwen3_5", "qwen3_next"]

@@ -178,7 +178,7 @@ def test_planted_bugs_turn_red(monkeypatch: pytest.MonkeyPatch, plant: str) -> N
 
 
 def test_taps_are_hidden_states() -> None:
-    """Would catch a tap one layer off, and a norm of another place taken for the final one."""
+    """Would catch a tap one layer off, and the norm's input where NanoChat uses it first."""
     tokens = torch.tensor([[3, 9, 4, 4, 1]])
     for name in ATTENTION:
         model = served(name)

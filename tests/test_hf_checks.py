@@ -249,6 +249,14 @@ def test_versions_it_cannot_serve(monkeypatch: pytest.MonkeyPatch, version: str)
         HFModel(model)
 
 
+def test_a_multimodal_model() -> None:
+    """Would catch an answer about missing fields where another class is what is wanted."""
+    model = llama()
+    model.config = PretrainedConfig(text_config=LlamaConfig(), num_hidden_layers=1)
+    with pytest.raises(ValueError, match=r"Llama.* is multimodal \(config.text_config\)"):
+        HFModel(model)
+
+
 def test_hybrids_and_their_names() -> None:
     """Would catch a hybrid taken for a model that takes trees."""
     model = HFModel(built("qwen3_5"))

@@ -193,6 +193,11 @@ def _check_layers(model: PreTrainedModel) -> None:
 def _check_parts(model: PreTrainedModel) -> None:
     config, name, body = model.config, type(model).__name__, model.base_model
     missing = [x for x in SHAPE if not isinstance(getattr(config, x, None), int)]
+    if missing and getattr(config, "text_config", None) is not None:
+        raise ValueError(
+            f"model: {name} is multimodal (config.text_config); expected its language model alone, "
+            f"which has a class of its own ending in ForCausalLM"
+        )
     if missing:
         raise ValueError(f"model: the config of {name} does not say {missing}")
     if final_norm(model) is None:

@@ -25,8 +25,10 @@ class HFModel(nn.Module):
     """A causal language model of `transformers` as a `Model`: chains and trees, ragged batches.
 
     Logits are the model's own. Taps: `hidden_states[i]` is tap i for i < L, and FINAL for i = L;
-    tap L is what goes into the final norm. A pass with a cache carries no gradient, one without
-    does. Hybrids (`checks.HYBRIDS`) take chains only, and run the rows of a batch one by one.
+    tap L is what goes into the final norm. Tap 0 goes into the first block: with some models that
+    is more than `embedding` says (learned positions, scales). A pass with a cache carries no
+    gradient, one without does. Hybrids (`checks.HYBRIDS`) take chains only, and run the rows of a
+    batch one by one.
 
     Raises:
         ValueError: for a model that cannot be served, with the reason; see `hf.checks`.
