@@ -110,11 +110,15 @@ def test_quiet_leaves_the_logging_as_it_was():
     """Catches a library that silences its caller's logs."""
     from transformers.utils import logging
 
-    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    before = logging.get_verbosity()
+    logging.set_verbosity_info()  # whatever other tests left behind
+    logging.enable_progress_bar()
     with quiet():
         assert logging.get_verbosity() == logging.ERROR
         assert not logging.is_progress_bar_enabled()
-    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+    assert logging.get_verbosity() == logging.INFO
+    assert logging.is_progress_bar_enabled()
+    logging.set_verbosity(before)
 
 
 def test_a_folder_has_its_own_tokenizer(tmp_path):
