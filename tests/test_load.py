@@ -34,7 +34,13 @@ DRAFTERS = [
 ]
 
 
-HYBRID_DRAFTERS = ["prompt lookup", "mtp, 1 module", "mtp, 1 module, tree", "dflash", "dflash, tree"]
+HYBRID_DRAFTERS = [
+    "prompt lookup",
+    "mtp, 1 module",
+    "mtp, 1 module, tree",
+    "dflash",
+    "dflash, tree",
+]
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +123,9 @@ def test_the_experts_are_computed_as_asked(hybrid):
 
 def test_an_unknown_name_is_refused():
     """A typing error that ends in a stack trace about files."""
-    with pytest.raises(ValueError, match=r"name: expected one of .*'tiny-moe'.* or a folder .*, got 'tinny'"):
+    with pytest.raises(
+        ValueError, match=r"name: expected one of .*'tiny-moe'.* or a folder .*, got 'tinny'"
+    ):
         specdec.load("tinny")
 
 
