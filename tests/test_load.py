@@ -124,7 +124,7 @@ def test_the_experts_are_computed_as_asked(hybrid):
 def test_an_unknown_name_is_refused():
     """A typing error that ends in a stack trace about files."""
     with pytest.raises(
-        ValueError, match=r"name: expected one of .*'tiny-moe'.* or a folder .*, got 'tinny'"
+        ValueError, match=r"expected one of .*'tiny-moe'.* or a folder .*, got 'tinny'"
     ):
         specdec.load("tinny")
 
