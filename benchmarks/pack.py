@@ -1,9 +1,11 @@
-"""`python -m benchmarks.pack [--layers 30] [--repeats 15] [--only kernels passes sizes bf16 rows]`.
+"""`python -m benchmarks.pack [--layers 30] [--repeats 15] [--only PART ...] [--clock cpu]`.
 
 What a block costs beside a step on a CPU, and what `specdec.pack` does about it. Everything is
 timed in one process, interleaved: each repetition runs every way at every block size once, and the
 first repetition warms up. Cells: median (lowest-highest) ms, times the plain median at one row;
-behind the slash the same of the lowest times. Weights are random, in SmolLM2's shape (width 576,
+behind the slash the same of the lowest times. `--clock cpu` counts the time of the one thread
+instead (OMP_NUM_THREADS=1), a way to look while the machine is busy. Weights are random, in
+SmolLM2's shape (width 576,
 inner 1536, 9 heads of which 3 have keys, vocabulary 49152) or the embedded target's.
 
 kernels: the linear layers of a pass alone, one after another, so that no weight is still in a
@@ -21,6 +23,9 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +34,21 @@ from torch import Tensor
 from specdec import load, pack
 from specdec.models import Transformer, TransformerConfig
 
-BLOCKS = (1, 2, 4, 8, 16, 32, 64)
+BLOCKS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 CONTEXT = 200
 SMOLLM2 = TransformerConfig(49152, 576, 1536, 30, 9, 3, 64)
-Way = Callable[[int], object]
+Way: TypeAlias = Callable[[int], object]
 """Runs a block of so many rows."""
+Product: TypeAlias = Callable[[Tensor], Tensor]
+"""x [n, in] -> [n, out]."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How to time: repetitions after the one that warms up, and a clock in seconds."""
+
+    repeats: int
+    clock: Callable[[], float]
 
 
 def shapes_of(c: TransformerConfig) -> list[tuple[int, int]]:
@@ -53,7 +68,7 @@ def random_weights(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> lis
     return [(torch.randn(s, generator=generator) * s[1] ** -0.5).to(dtype) for s in shapes]
 
 
-def packed_by_onednn(weights: list[Tensor], hint: int | None) -> list[Tensor]:
+def in_onednn_order(weights: list[Tensor], hint: int) -> list[Tensor]:
     return [torch.ops.mkldnn._reorder_linear_weight(weight, hint) for weight in weights]
 
 
@@ -61,27 +76,29 @@ def onednn(x: Tensor, packed: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
-def products(weights: list[Tensor]) -> dict[str, list[Callable[[Tensor], Tensor]]]:
+def products(weights: list[Tensor]) -> dict[str, list[Product]]:
     """Ways to multiply x by each of the weights: name -> one product a weight."""
-    ways: dict[str, list[Callable[[Tensor], Tensor]]] = {
-        "F.linear": [lambda x, w=w: F.linear(x, w) for w in weights],
-        "x @ W.T, W.T laid out": [lambda x, w=w.T.contiguous(): x @ w for w in weights],
+    ways: dict[str, list[Product]] = {
+        "F.linear": [partial(F.linear, weight=weight) for weight in weights],
+        "x @ W.T, W.T laid out": [
+            partial(torch.matmul, other=weight.T.contiguous()) for weight in weights
+        ],
     }
     for hint in (1, 16):
         ways[f"oneDNN, packed for {hint}"] = [
-            lambda x, w=w: onednn(x, w) for w in packed_by_onednn(weights, hint)
+            partial(onednn, packed=packed) for packed in in_onednn_order(weights, hint)
         ]
     if torch.backends.mkl.is_available() and weights[0].dtype == torch.float32:
+        order, product = torch.ops.mkl._mkl_reorder_linear_weight, torch.ops.mkl._mkl_linear
+        packed = [torch.ops.mkl._mkl_reorder_linear_weight(w, 8) for w in weights]
         ways["MKL, packed for 8"] = [
-            lambda x, w=w, p=torch.ops.mkl._mkl_reorder_linear_weight(w, 8): (
-                torch.ops.mkl._mkl_linear(x, p, w, None, 8)
-            )
-            for w in weights
+            lambda x, w=w, p=p: torch.ops.mkl._mkl_linear(x, p, w, None, 8)
+            for w, p in zip(weights, packed, strict=True)
         ]
     return ways
 
 
-def stack(weights: list[Tensor], run: list[Callable[[Tensor], Tensor]]) -> Way:
+def stack(weights: list[Tensor], each: list[Product]) -> Way:
     """One product after another over a block of rows."""
     width = {weight.shape[1] for weight in weights}
     generator = torch.Generator().manual_seed(1)
@@ -91,30 +108,30 @@ def stack(weights: list[Tensor], run: list[Callable[[Tensor], Tensor]]) -> Way:
     }
 
     def way(n: int) -> None:
-        for weight, product in zip(weights, run, strict=True):
+        for weight, product in zip(weights, each, strict=True):
             product(inputs[n, weight.shape[1]])
 
     return way
 
 
 def measure(
-    ways: Mapping[str, Way], blocks: Sequence[int], repeats: int
+    ways: Mapping[str, Way], blocks: Sequence[int], run: Run
 ) -> dict[tuple[str, int], list[float]]:
     """Seconds of every way at every block size, interleaved."""
     taken: dict[tuple[str, int], list[float]] = {(w, n): [] for w in ways for n in blocks}
     with torch.inference_mode():
-        for repeat in range(repeats + 1):
+        for repeat in range(run.repeats + 1):
             for n in blocks:
                 for name, way in ways.items():
-                    start = time.perf_counter()
+                    start = run.clock()
                     way(n)
                     if repeat:
-                        taken[name, n].append(time.perf_counter() - start)
+                        taken[name, n].append(run.clock() - start)
     return taken
 
 
-def show(title: str, ways: Mapping[str, Way], blocks: Sequence[int], repeats: int) -> None:
-    taken = measure(ways, blocks, repeats)
+def show(title: str, ways: Mapping[str, Way], blocks: Sequence[int], run: Run) -> None:
+    taken = measure(ways, blocks, run)
     first = taken[next(iter(ways)), 1]
     print(f"\n{title}\n\n| rows | " + " | ".join(map(str, blocks)) + " |")
     print("|---" * (len(blocks) + 1) + "|")
@@ -130,19 +147,19 @@ def show(title: str, ways: Mapping[str, Way], blocks: Sequence[int], repeats: in
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
 
 
-def kernels(name: str, config: TransformerConfig, repeats: int) -> None:
+def kernels(name: str, config: TransformerConfig, run: Run) -> None:
     weights = random_weights(shapes_of(config), torch.float32)
-    ways = {way: stack(weights, run) for way, run in products(weights).items()}
-    show(f"Linear layers of {name}, float32", ways, BLOCKS, repeats)
+    ways = {way: stack(weights, each) for way, each in products(weights).items()}
+    show(f"Linear layers of {name}, float32", ways, BLOCKS, run)
 
 
-def bf16(config: TransformerConfig, repeats: int) -> None:
+def bf16(config: TransformerConfig, run: Run) -> None:
     weights = random_weights(shapes_of(config), torch.bfloat16)
-    ways = {way: stack(weights, run) for way, run in products(weights).items()}
-    show("Linear layers of SmolLM2, bfloat16", ways, BLOCKS, repeats)
+    ways = {way: stack(weights, each) for way, each in products(weights).items()}
+    show("Linear layers of SmolLM2, bfloat16", ways, BLOCKS, run)
 
 
-def passes(name: str, target: Transformer, repeats: int) -> None:
+def passes(name: str, target: Transformer, run: Run) -> None:
     models = {"plain": target, "pack": copy.deepcopy(target), "all": copy.deepcopy(target)}
     models["same kernel"] = copy.deepcopy(target)
     print(f"\n{name}, pack: {pack(models['pack'])}")
@@ -158,11 +175,11 @@ def passes(name: str, target: Transformer, repeats: int) -> None:
             model(tokens, cache, logits=False)
             cache.commit(torch.arange(CONTEXT)[None], torch.tensor([CONTEXT]))
 
-        def run(n: int) -> None:
+        def block(n: int) -> None:
             model(tokens[:, :n], cache)
             cache.commit(torch.zeros(1, 0, dtype=torch.long), torch.tensor([0]))
 
-        return run
+        return block
 
     names = {
         "plain": "plain",
@@ -171,12 +188,12 @@ def passes(name: str, target: Transformer, repeats: int) -> None:
         "same kernel": "`min_bytes=0, same_kernel=True`",
     }
     ways = {names[key]: way(model) for key, model in models.items()}
-    show(f"Passes of {name}, float32", ways, BLOCKS, repeats)
+    show(f"Passes of {name}, float32", ways, BLOCKS, run)
 
 
-def sizes(repeats: int) -> None:
+def sizes(run: Run) -> None:
     """Products of one size over about 64 MB of weights: packed over plain, medians."""
-    blocks = (1, 2, 4, 8, 16, 32)
+    blocks = (1, 2, 3, 4, 8, 16, 32)
     print("\nPacked over plain, by the size of a weight: medians / lowest\n")
     print("| [out, in] | MiB | " + " | ".join(f"{n} rows" for n in blocks) + " |")
     print("|---" * (len(blocks) + 2) + "|")
@@ -187,13 +204,12 @@ def sizes(repeats: int) -> None:
         weights = random_weights(
             [shape] * max(1, 16_000_000 // (shape[0] * shape[1])), torch.float32
         )
+        every = products(weights)
         ways = {
-            "plain": stack(weights, [lambda x, w=w: F.linear(x, w) for w in weights]),
-            "packed": stack(
-                weights, [lambda x, w=w: onednn(x, w) for w in packed_by_onednn(weights, 16)]
-            ),
+            "plain": stack(weights, every["F.linear"]),
+            "packed": stack(weights, every["oneDNN, packed for 16"]),
         }
-        taken = measure(ways, blocks, repeats)
+        taken = measure(ways, blocks, run)
         cells = [
             f"{statistics.median(taken['packed', n]) / statistics.median(taken['plain', n]):.2f}"
             f" / {min(taken['packed', n]) / min(taken['plain', n]):.2f}"
@@ -242,25 +258,30 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     every = ["kernels", "passes", "sizes", "bf16", "rows"]
     parser.add_argument("--only", nargs="+", choices=every, default=every)
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     arguments = parser.parse_args()
-    repeats = arguments.repeats
+    if arguments.clock == "cpu" and torch.get_num_threads() > 1:
+        parser.error("--clock cpu counts one thread: set OMP_NUM_THREADS=1")
+    clock = time.thread_time if arguments.clock == "cpu" else time.perf_counter
+    run = Run(arguments.repeats, clock)
     smollm2 = TransformerConfig(49152, 576, 1536, arguments.layers, 9, 3, 64)
     tiny = load("tiny").target
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, "
-        f"{torch.backends.cpu.get_cpu_capability()}, {arguments.layers} layers, {repeats} repeats"
+        f"{torch.backends.cpu.get_cpu_capability()}, {arguments.layers} layers, "
+        f"{run.repeats} repeats, {arguments.clock} clock"
     )
     if "kernels" in arguments.only:
-        kernels("SmolLM2", smollm2, repeats)
-        kernels("the embedded target", tiny.config, repeats)
+        kernels("SmolLM2", smollm2, run)
+        kernels("the embedded target", tiny.config, run)
     if "passes" in arguments.only:
         target = Transformer(smollm2).reset_parameters(torch.Generator().manual_seed(0))
-        passes("SmolLM2", target.eval().requires_grad_(False), repeats)
-        passes("the embedded target", tiny, repeats)
+        passes("SmolLM2", target.eval().requires_grad_(False), run)
+        passes("the embedded target", tiny, run)
     if "sizes" in arguments.only:
-        sizes(repeats)
+        sizes(run)
     if "bf16" in arguments.only:
-        bf16(smollm2, repeats)
+        bf16(smollm2, run)
     if "rows" in arguments.only:
         rows()
 

@@ -326,8 +326,9 @@ def test_check_lossless_takes_packed_targets() -> None:
     proof = check_lossless(
         bundle.target,
         bundle.drafters["draft model"],
+        prompts=[bundle.tokenizer.encode(CALIBRATION[0])[:n] for n in (1, 9)],
         rules=[Greedy(), Coupled(1.0, seed=0)],
-        max_new_tokens=8,
+        max_new_tokens=6,
         n_samples=0,
         with_replay=False,
     )

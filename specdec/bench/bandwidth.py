@@ -37,7 +37,7 @@ class Bound:
 
 
 def read_bandwidth(
-    n_bytes: int = 2**29, repeats: int = 9, device: torch.device | str = "cpu"
+    n_bytes: int = 2**30, repeats: int = 9, device: torch.device | str = "cpu"
 ) -> float:
     """Median bytes per second of summing `n_bytes` of float32.
 
