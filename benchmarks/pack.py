@@ -90,10 +90,10 @@ def products(weights: list[Tensor]) -> dict[str, list[Product]]:
         ]
     if torch.backends.mkl.is_available() and weights[0].dtype == torch.float32:
         order, product = torch.ops.mkl._mkl_reorder_linear_weight, torch.ops.mkl._mkl_linear
-        packed = [torch.ops.mkl._mkl_reorder_linear_weight(w, 8) for w in weights]
+        ordered = [order(weight, 8) for weight in weights]
         ways["MKL, packed for 8"] = [
-            lambda x, w=w, p=p: torch.ops.mkl._mkl_linear(x, p, w, None, 8)
-            for w, p in zip(weights, packed, strict=True)
+            lambda x, w=weight, p=laid_out: product(x, p, w, None, 8)
+            for weight, laid_out in zip(weights, ordered, strict=True)
         ]
     return ways
 
