@@ -126,12 +126,13 @@ class KVStore:
 
     def write(self, layer: int, view: View, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store `keys` and `values` [B, N, H_kv, d]; return all, each [B, H_kv, slots, d]."""
-        keys, values = keys.detach(), values.detach()
+        if torch.is_grad_enabled():
+            keys, values = keys.detach(), values.detach()
         all_keys, all_values = self.keys[layer], self.values[layer]
         if view.slots is None:
-            here = slice(view.n_slots - keys.shape[1], view.n_slots)
-            all_keys[:, :, here] = keys.transpose(1, 2)
-            all_values[:, :, here] = values.transpose(1, 2)
+            n = keys.shape[1]
+            all_keys.narrow(2, view.n_slots - n, n).copy_(keys.transpose(1, 2))
+            all_values.narrow(2, view.n_slots - n, n).copy_(values.transpose(1, 2))
         else:
             rows = torch.arange(len(keys), device=keys.device).unsqueeze(1)
             all_keys[rows, :, view.slots] = keys

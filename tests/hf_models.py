@@ -7,6 +7,7 @@ in its place, so that equality can be asked for to 1e-10.
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
@@ -140,13 +141,18 @@ ATTENTION = [name for name in CONFIGS if name not in HYBRIDS]
 
 @cache
 def in_float64(name: str) -> ModuleType:
-    """The module of a model, compiled anew with float64 wherever it says float32."""
+    """The module of a model, compiled anew with float64 wherever it says float32.
+
+    Under a name of its own: `transformers` keeps by the name of a class what can be recorded of it
+    (and asks `inspect`, which wants to find the module).
+    """
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     source = inspect.getsource(module)
     source = source.replace("torch.float32", "torch.float64").replace(".float()", ".double()")
     source = source.replace("torch.get_default_dtype()", "torch.float64")
-    copy = ModuleType(module.__name__)
+    copy = ModuleType(f"{module.__name__}_in_float64")
     copy.__dict__.update(__file__=module.__file__, __package__=module.__package__)
+    sys.modules[copy.__name__] = copy
     exec(compile(source, str(module.__file__), "exec"), copy.__dict__)
     return copy
 

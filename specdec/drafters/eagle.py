@@ -271,6 +271,7 @@ def eagle3_loss(
     *,
     mask: Tensor | None = None,
     step_weights: Sequence[float] = tuple(0.8**s for s in range(7)),
+    feature_weight: float = 0.0,
 ) -> Tensor:
     """Cross-entropy(p, q) on the layer's own outputs, several steps deep, arXiv:2503.01840.
 
@@ -282,6 +283,10 @@ def eagle3_loss(
         network, target, tokens, mask: as in `eagle1_loss`.
         hidden: tap -> [B, T, D] for `network.taps` and FINAL, from which p is computed.
         step_weights: weight of each step's mean cross-entropy; their number is how deep it goes.
+        feature_weight: weight, beside each cross-entropy, of SmoothL1 between the layer's normed
+            output and the target's final state at that place, which EAGLE-1 learns from and EAGLE-3
+            gave up to gain from more text. With little text it is the better teacher: D numbers
+            a token in place of a law. Start from the target's own head and final gain then.
 
     Returns:
         The weighted sum over the steps, a scalar.
@@ -305,10 +310,13 @@ def eagle3_loss(
     features = network.fuse(hidden)[:, :-2]
     embeddings = target.embedding(tokens[:, 1:-1]).detach()
     steps = unroll(network, features, embeddings, len(step_weights))
-    losses = [
-        weight * soft_cross_entropy(network.draft_logits(own[here]), p[:, s + 1 : -1][here])
-        for s, (weight, own, here) in enumerate(zip(step_weights, steps, counts, strict=True))
-    ]
+    losses = []
+    for s, (weight, own, here) in enumerate(zip(step_weights, steps, counts, strict=True)):
+        loss = soft_cross_entropy(network.draft_logits(own[here]), p[:, s + 1 : -1][here])
+        if feature_weight:
+            state, true = network.norm(own[here]), hidden[FINAL][:, s + 1 : -1][here]
+            loss = loss + feature_weight * F.smooth_l1_loss(state, true.to(state))
+        losses.append(weight * loss)
     return torch.stack(losses).sum()
 
 

@@ -202,7 +202,10 @@ def grouped_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | No
     """
     batch, n, n_heads, dim = q.shape
     group = n_heads // keys.shape[1]
-    if group > 1:
+    if n == 1:  # a step of plain decoding: nothing to reorder
+        q = q.reshape(batch, -1, group, dim)
+        mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+    elif group > 1:
         q = q.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, H_kv, G*N, d]
         mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
         mixed = mixed.unflatten(2, (group, n)).permute(0, 3, 1, 2, 4)  # [B, N, H_kv, G, d]

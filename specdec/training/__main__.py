@@ -300,6 +300,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
                 "--unroll", type=int, default=4, help="steps of training-time test"
             )
             command.add_argument("--vocabulary", type=int, help="tokens to draft; default: all")
+            command.add_argument(
+                "--feature-weight", type=float, default=0.0, help="of the target's final states"
+            )
+            command.add_argument(
+                "--from-block", action="store_true", help="start from the target's last block"
+            )
         if name == "mtp":
             command.add_argument("--module", required=True, help="folder of the target's module")
             command.add_argument("--modules", type=int, default=3)

@@ -58,6 +58,7 @@ from ..trees import search_choices
 from .corpus import Corpus, Text
 from .distributed import ALONE, Ranks
 from .hybrid import dense_shape
+from .start import start_from_block
 
 Hidden = Mapping[int, Tensor]
 Target = Transformer | QwenMoe
@@ -163,7 +164,9 @@ def medusa(target: Target, arguments: argparse.Namespace, text: Text) -> Recipe:
         return medusa_loss(heads, hidden[FINAL], tokens, mask=mask)
 
     chain = Medusa(heads, [[0] * depth for depth in range(1, 5)])
-    return Recipe(heads, chain.taps, loss, chain, save_medusa, searched(target, heads, text))
+    return Recipe(
+        heads, chain.taps, loss, chain, save_medusa, searched(target, heads, text, arguments.length)
+    )
 
 
 def eagle1(target: Target, arguments: argparse.Namespace, text: Text) -> Recipe:
@@ -188,10 +191,20 @@ def eagle3(target: Target, arguments: argparse.Namespace, text: Text) -> Recipe:
         draft_ids = frequent_tokens(tokens, target.vocab_size, arguments.vocabulary)
     network = Eagle3(dense_shape(target.config, 1), taps, draft_ids)
     network.reset_parameters(seeded(arguments)).copy_head(target)
+    if arguments.from_block:
+        start_from_block(network, cast(Transformer, target))  # refuses another
     weights = tuple(0.8**step for step in range(arguments.unroll))
 
     def loss(hidden: Hidden, tokens: Tensor, mask: Tensor | None, _: torch.Generator) -> Tensor:
-        return eagle3_loss(network, target, hidden, tokens, mask=mask, step_weights=weights)
+        return eagle3_loss(
+            network,
+            target,
+            hidden,
+            tokens,
+            mask=mask,
+            step_weights=weights,
+            feature_weight=arguments.feature_weight,
+        )
 
     taps = (*network.taps, FINAL)
     return Recipe(network, taps, loss, Eagle(network, n_drafts=4), save_eagle)
@@ -206,7 +219,14 @@ def heads(target: Target, arguments: argparse.Namespace, text: Text) -> Recipe:
         return parallel_backward(network, trunk, hidden, tokens, mask=mask, head_1=False)
 
     drafter = MTPHeads(network)
-    return Recipe(network, (network.tap,), loss, drafter, save_mtp, searched(target, network, text))
+    return Recipe(
+        network,
+        (network.tap,),
+        loss,
+        drafter,
+        save_mtp,
+        searched(target, network, text, arguments.length),
+    )
 
 
 def mtp(target: Target, arguments: argparse.Namespace, text: Text) -> Recipe:
@@ -286,12 +306,12 @@ RECIPES = {
 
 
 def searched(
-    target: Target, heads: MedusaHeads | ParallelHeads, text: Text, n_nodes: int = 20
+    target: Target, heads: MedusaHeads | ParallelHeads, text: Text, length: int, n_nodes: int = 20
 ) -> Callable[[], dict[str, object]]:
     """The best tree of `n_nodes` by how often each rank is right on what the target writes."""
 
     def finish() -> dict[str, object]:
-        prompts = list(text.batch(0, 32, 127, seed=1))
+        prompts = list(text.batch(0, 32, min(127, length), seed=1))
         written = generate(target, prompts, max_new_tokens=128).new_tokens
         table = rank_accuracies(target, heads, written)
         return {"choices": search_choices(table.tolist(), n_nodes)}
