@@ -112,7 +112,8 @@ def train_drafter(arguments: argparse.Namespace, ranks: Ranks) -> None:
     )
     if arguments.features:
         with lowered():
-            features = CachedFeatures(source, arguments.features, arguments.steps)
+            n_steps = arguments.cached_steps or arguments.steps
+            features = CachedFeatures(source, arguments.features, n_steps)
 
     def loss_of(step: int) -> Tensor:
         drawn = torch.Generator().manual_seed(
@@ -282,6 +283,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         )
         command.add_argument("--features", help="folder to cache the target's states in")
         command.add_argument(
+            "--cached-steps", type=int, help="so many, an epoch, over and over; default: all steps"
+        )
+        command.add_argument(
             "--written", help="folder of text for the target to write; train on it"
         )
         command.add_argument("--batches", type=int, default=32, help="of text written, most")
@@ -301,10 +305,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             )
             command.add_argument("--vocabulary", type=int, help="tokens to draft; default: all")
             command.add_argument(
-                "--feature-weight", type=float, default=0.0, help="of the target's final states"
-            )
-            command.add_argument(
-                "--from-block", action="store_true", help="start from the target's last block"
+                "--start", choices=["scaled", "plain"], default="scaled", help="of the layer"
             )
         if name == "mtp":
             command.add_argument("--module", required=True, help="folder of the target's module")

@@ -58,7 +58,7 @@ from ..trees import search_choices
 from .corpus import Corpus, Text
 from .distributed import ALONE, Ranks
 from .hybrid import dense_shape
-from .start import start_from_block
+from .start import start_scaled
 
 Hidden = Mapping[int, Tensor]
 Target = Transformer | QwenMoe
@@ -191,20 +191,15 @@ def eagle3(target: Target, arguments: argparse.Namespace, text: Text) -> Recipe:
         draft_ids = frequent_tokens(tokens, target.vocab_size, arguments.vocabulary)
     network = Eagle3(dense_shape(target.config, 1), taps, draft_ids)
     network.reset_parameters(seeded(arguments)).copy_head(target)
-    if arguments.from_block:
-        start_from_block(network, cast(Transformer, target))  # refuses another
+    if arguments.start == "scaled":
+        with torch.no_grad():
+            network.norm.weight.copy_(target.norm.gain)
+        tokens = text.batch(0, 1, arguments.length, arguments.seed)
+        start_scaled(network, target, tokens.to(target.device))
     weights = tuple(0.8**step for step in range(arguments.unroll))
 
     def loss(hidden: Hidden, tokens: Tensor, mask: Tensor | None, _: torch.Generator) -> Tensor:
-        return eagle3_loss(
-            network,
-            target,
-            hidden,
-            tokens,
-            mask=mask,
-            step_weights=weights,
-            feature_weight=arguments.feature_weight,
-        )
+        return eagle3_loss(network, target, hidden, tokens, mask=mask, step_weights=weights)
 
     taps = (*network.taps, FINAL)
     return Recipe(network, taps, loss, Eagle(network, n_drafts=4), save_eagle)

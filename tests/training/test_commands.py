@@ -114,6 +114,7 @@ def test_the_frozen_parts_stay_as_they_are(folder):
 def test_text_of_its_own_and_cached_states(folder):
     """Options that fit no recipe: the mask of written text, the taps of a cache."""
     own = ["--written", f"{folder}/written", "--batches", "1", "--features", f"{folder}/features"]
+    own += ["--cached-steps", "1"]
     command = [*options(folder, "medusa"), *own]
     main([*command[:2], f"{folder}/medusa-own", *command[3:]])
     target = load_transformer(folder / "target", torch.float64)
