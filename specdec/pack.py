@@ -1,19 +1,19 @@
 """`pack(model)`: linear layers laid out for small blocks, so that a pass over 8 tokens is cheap.
 
 Verifying a block reads every weight once, as a step does, and should cost about a step. On a CPU in
-float32 it does not: `nn.Linear` turns one row into a matrix-vector product that runs as fast as
-memory, but 2 to 32 rows into a general product that first copies the weights into the order its
+float32 it does so for up to three rows: `nn.Linear` has products for them that run as fast as
+memory. But 4 to 32 rows become a general product that first copies the weights into the order its
 inner loop wants, for a handful of rows. oneDNN can keep that order: the weights are laid out once,
 and blocks read them as they lie (`torch.ops.mkldnn`, what TorchInductor compiles linears to).
 
-    specdec.pack(target)      # in place: 2 to 64 rows take the new road
+    specdec.pack(target)      # in place: 4 to 64 rows take the new road
     specdec.unpack(target)    # as it was
 
-What a packed layer does with one row: by default what it did before, the matrix-vector product of
-its own weights, the fastest there is. `same_kernel=True` sends every row count through one kernel,
-whose rows then come out equal to the bit however many there are; a step gets slower. Decodings can
-differ at near-ties all the same: attention rounds by the number of queries, too. `testing.compare`
-tells such a difference from a bug.
+What a packed layer does with one to three rows: by default what it did before, which is faster
+there (packed weights cost 1.3 times as much). `same_kernel=True` sends every row count through one
+kernel, whose rows then come out equal to the bit however many there are; a step gets slower.
+Decodings can differ at near-ties all the same: attention rounds by the number of queries, too.
+`testing.compare` tells such a difference from a bug.
 
 Weights stay where they are, as parameters of the same names, and packed copies come on top: memory
 of the packed layers doubles. Nothing is gained on GPUs, in other dtypes, in layers that fit a
@@ -36,6 +36,9 @@ MIN_BYTES = 2 << 20
 
 HINT_ROWS = 16
 """Rows the layout is made for; 2 to 16 came out alike, 1 slower for blocks."""
+
+LEAST_ROWS = 4
+"""MKL's products of fewer rows cost 1.04 (2) and 1.10 (3) of a single row's; packed ones 1.3."""
 
 MOST_ROWS = 64
 """Up to here a block is run packed; of more rows a general product makes as good a use."""
@@ -98,7 +101,7 @@ class PackedLinear(nn.Linear):
                 "or undo the packing with specdec.unpack(model)"
             )
         n_rows = input.numel() // self.in_features
-        rows_fit = n_rows > 0 if self.same_kernel else 1 < n_rows <= MOST_ROWS
+        rows_fit = n_rows > 0 if self.same_kernel else LEAST_ROWS <= n_rows <= MOST_ROWS
         copy = self.copy() if rows_fit and input.dtype == torch.float32 else None
         if copy is None:
             return F.linear(input, self.weight, self.bias)
@@ -135,7 +138,7 @@ class PackedLinear(nn.Linear):
 
 
 def pack(model: nn.Module, *, min_bytes: int = MIN_BYTES, same_kernel: bool = False) -> Packed:
-    """Prepare the `nn.Linear`s of a model for blocks of 2 to 64 rows, in place; for inference.
+    """Prepare the `nn.Linear`s of a model for blocks of 4 to 64 rows, in place; for inference.
 
     Works on any module: a target, a drafter's network, an `HFModel`. Layers become `PackedLinear`s
     of the same name that share their parameters, so `state_dict` and tied weights are as before,

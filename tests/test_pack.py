@@ -10,7 +10,7 @@ from torch import nn
 import specdec
 from specdec import Greedy, generate, pack, unpack
 from specdec.accept import Coupled
-from specdec.pack import MOST_ROWS, PackedLinear
+from specdec.pack import LEAST_ROWS, MOST_ROWS, PackedLinear
 from specdec.prompts import CALIBRATION
 from specdec.testing import check_lossless, compare
 from tests.helpers import tiny_transformer
@@ -84,8 +84,12 @@ def test_x_may_be_strided() -> None:
 def test_which_row_counts_run_packed() -> None:
     """Catches a copy that is made and never used, and one row that goes the slower way."""
     layer = packed_linear()
-    used = [n for n in (1, 2, 8, MOST_ROWS, MOST_ROWS + 1) if runs_packed(layer, rows(n, 24))]
-    assert used == [2, 8, MOST_ROWS]
+    used = [
+        n
+        for n in (1, LEAST_ROWS - 1, LEAST_ROWS, 8, MOST_ROWS, MOST_ROWS + 1)
+        if runs_packed(layer, rows(n, 24))
+    ]
+    assert used == [LEAST_ROWS, 8, MOST_ROWS]
     layer = packed_linear(same_kernel=True)
     assert all(runs_packed(layer, rows(n, 24)) for n in (1, 2, MOST_ROWS + 1))
 
