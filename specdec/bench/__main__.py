@@ -96,7 +96,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--drafters", nargs="+", metavar="WORD", help="drafters with this in their name")
     add("--drafter", type=Path, metavar="FOLDER", help="one more drafter, for load_drafter")
     add("--assistant", type=Path, metavar="FOLDER", help="a draft model, for both engines")
-    add("--n-drafts", type=int, default=7, help="tokens that prompt lookup drafts (default: 7)")
+    add("--n-drafts", type=int, help="of prompt lookup (default: the bundle's own; theirs 7)")
     pack = argparse.BooleanOptionalAction
     add("--pack", action=pack, default=True, help="specdec.pack the target (default: yes)")
     add("--transformers", action=pack, default=True, help="compare with it (default: yes)")

@@ -34,8 +34,11 @@ from .runs import SPECDEC, TRANSFORMERS, Method, ours
 LOOKUP, ASSISTANT = "prompt lookup", "draft model"
 """Methods of both engines."""
 
-MAX_NGRAM = 4
-"""The longest n-gram that our prompt lookup looks up, as in the bundles."""
+OURS = PromptLookup(max_ngram=4, n_drafts=(2, 2, 7, 15))
+"""Where a bundle has none of its own: the more of a match, the longer the draft."""
+
+THEIRS = 7
+"""Tokens that prompt lookup of `transformers` drafts, whatever the match."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class Wanted:
     limit: int | None = None
     n_turns: int = 1
     n_tokens: int = 128
-    n_drafts: int = 7
+    n_drafts: int | None = None
+    """Tokens that prompt lookup drafts in both engines; None: the bundle's, `THEIRS`."""
     drafters: tuple[str, ...] | None = None
     """Words, one of which is in the name of a drafter of the bundle; None: all."""
     drafter: Path | None = None
@@ -115,7 +119,8 @@ def prepare(wanted: Wanted) -> Job:
     if wanted.transformers:
         if assistant is None:
             assistant = assistant_of(bundle.drafters)
-        theirs, refused = of_transformers(target, assistant, reader.stop_tokens, wanted.n_drafts)
+        n_drafts = wanted.n_drafts or THEIRS
+        theirs, refused = of_transformers(target, assistant, reader.stop_tokens, n_drafts)
         methods += theirs
     return Job(
         target,
@@ -162,9 +167,11 @@ def drafters_of(
     bundled: Mapping[str, Drafter],
     assistant: Transformer | QwenMoe | None,
 ) -> dict[str, Drafter]:
-    """Prompt lookup with `n_drafts`, the bundle's drafters, and those named by a folder."""
-    drafters: dict[str, Drafter] = {LOOKUP: PromptLookup(MAX_NGRAM, wanted.n_drafts)}
-    drafters |= {name: drafter for name, drafter in bundled.items() if name != LOOKUP}
+    """The bundle's drafters, prompt lookup first, and those named by a folder."""
+    lookup = bundled.get(LOOKUP, OURS)
+    if wanted.n_drafts is not None:
+        lookup = PromptLookup(OURS.max_ngram, wanted.n_drafts)
+    drafters: dict[str, Drafter] = {LOOKUP: lookup} | {**bundled, LOOKUP: lookup}
     words = wanted.drafters
     if words is not None:
         chosen = {n: d for n, d in drafters.items() if any(word in n for word in words)}

@@ -5,8 +5,9 @@ first, are looked up in the prompt and the text so far, and the tokens behind th
 earlier occurrence are the draft. It pays where the output copies: edits, tables, quotations.
 
 Where we differ: an index of n-grams instead of a search, so that a round costs the same at any
-length; and a match that reaches the end of the text goes on reading its own draft, as LZ77 copies
-do, so that a repeating text is drafted to the full length.
+length; a match that reaches the end of the text goes on reading its own draft, as LZ77 copies do,
+so that a repeating text is drafted to the full length; and the draft can be as long as the match is
+trusted: one token in common is mostly chance, four are mostly a copy.
 """
 
 from __future__ import annotations
@@ -21,16 +22,33 @@ from ..protocol import Context, Model
 
 @dataclass(frozen=True)
 class PromptLookup:
-    """Drafts up to `n_drafts` tokens from n-grams of `max_ngram` tokens down to one."""
+    """Drafts up to `n_drafts` tokens from n-grams of `max_ngram` tokens down to one.
+
+    `n_drafts` may be one number for each length of the match, 1..max_ngram: with (0, 2, 8) a match
+    of one token drafts nothing, one of two tokens 2, one of three 8.
+    """
 
     max_ngram: int = 3
-    n_drafts: int = 8
+    n_drafts: int | tuple[int, ...] = 8
     taps = ()
 
     def __post_init__(self) -> None:
-        for name, value in (("max_ngram", self.max_ngram), ("n_drafts", self.n_drafts)):
-            if value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
+        if self.max_ngram < 1:
+            raise ValueError(f"max_ngram: expected at least 1, got {self.max_ngram}")
+        if isinstance(self.n_drafts, int):
+            if self.n_drafts < 1:
+                raise ValueError(f"n_drafts: expected at least 1, got {self.n_drafts}")
+        elif (
+            len(self.n_drafts) != self.max_ngram or min(self.n_drafts) < 0 or not any(self.n_drafts)
+        ):
+            raise ValueError(
+                f"n_drafts: expected one number, or {self.max_ngram} of at least 0 and not all 0, "
+                f"one for each length of a match, got {self.n_drafts}"
+            )
+
+    def behind(self, length: int) -> int:
+        """How many tokens are drafted behind a match of `length` tokens."""
+        return self.n_drafts if isinstance(self.n_drafts, int) else self.n_drafts[length - 1]
 
     def begin(self, target: Model, batch_size: int, max_length: int) -> PromptLookupState:
         return PromptLookupState(self, [NgramIndex(self.max_ngram) for _ in range(batch_size)])
@@ -47,7 +65,7 @@ class PromptLookupState:
             zip(self.indices, context.lengths.tolist(), strict=True)
         ):
             index.extend(context.tokens[b, len(index.tokens) : length].tolist())
-            drafts.append(index.lookup(min(self.config.n_drafts, depth_left[b])) if live[b] else [])
+            drafts.append(self._draft(index, depth_left[b]) if live[b] else [])
         device, longest = context.tokens.device, max(map(len, drafts))
         tokens = torch.tensor(
             [row + [0] * (longest - len(row)) for row in drafts], dtype=torch.long, device=device
@@ -56,6 +74,13 @@ class PromptLookupState:
         if all(len(row) == longest for row in drafts):
             return Draft(tokens)
         return Draft(tokens, used=torch.arange(longest, device=device) < n.unsqueeze(1))
+
+    def _draft(self, index: NgramIndex, limit: int) -> list[int]:
+        match = index.match()
+        if match is None:
+            return []
+        length, start = match
+        return index.copy(start, min(self.config.behind(length), limit))
 
 
 class NgramIndex:
@@ -74,14 +99,23 @@ class NgramIndex:
                     follows[tuple(self.tokens[end - n :])] = end
             self.tokens.append(token)
 
-    def lookup(self, n_drafts: int) -> list[int]:
-        """The tokens behind the most recent earlier occurrence of the longest known suffix."""
+    def match(self) -> tuple[int, int] | None:
+        """The length of the longest suffix that was seen before, and where it last went on."""
         end = len(self.tokens)
         for n in range(min(len(self.follows), end), 0, -1):
             start = self.follows[n - 1].get(tuple(self.tokens[end - n :]))
             if start is not None:
-                draft: list[int] = []
-                for i in range(start, start + n_drafts):
-                    draft.append(self.tokens[i] if i < end else draft[i - end])
-                return draft
-        return []
+                return n, start
+        return None
+
+    def copy(self, start: int, n: int) -> list[int]:
+        """`n` tokens from `start` on; past the end they are read from the copy itself."""
+        end, copied = len(self.tokens), list[int]()
+        for i in range(start, start + n):
+            copied.append(self.tokens[i] if i < end else copied[i - end])
+        return copied
+
+    def lookup(self, n_drafts: int) -> list[int]:
+        """The tokens behind the most recent earlier occurrence of the longest known suffix."""
+        match = self.match()
+        return [] if match is None else self.copy(match[1], n_drafts)

@@ -75,6 +75,23 @@ def test_growing_equals_starting_afresh(pieces, max_ngram) -> None:
         assert index.lookup(5) == index_of(max_ngram, whole).lookup(5)
 
 
+@pytest.mark.parametrize(
+    ("row", "draft"),
+    [
+        ([4, 1, 2, 3, 9, 1, 2, 3], [9, 1, 2, 3]),  # three tokens match
+        ([4, 1, 2, 3, 9, 0, 2, 3], [9]),  # two
+        ([4, 1, 2, 3, 9, 0, 0, 3], []),  # one
+        ([4, 1, 2, 3, 9, 0, 0, 5], []),  # none
+    ],
+)
+def test_a_draft_is_as_long_as_its_match_is_trusted(row, draft) -> None:
+    """The length of another match, one counted from 0, a draft beyond the budget."""
+    for depth, expected in ((6, draft), (2, draft[:2])):
+        drafter = PromptLookup(max_ngram=3, n_drafts=(0, 1, 4))
+        state = drafter.begin(tiny_transformer(), 1, 20)
+        assert state.propose(context_of([row], depth_left=[depth])).tokens.tolist() == [expected]
+
+
 def test_every_row_drafts_for_itself() -> None:
     """Rows that share an index, a budget or a length; drafts of a row that is done."""
     rows = [[1, 2, 1, 2], [5, 5, 5], [3, 4, 3], [1, 2, 3], [6, 6]]
@@ -197,3 +214,10 @@ def test_counts_below_one(argument) -> None:
     """A drafter that never drafts, without a word."""
     with pytest.raises(ValueError, match=f"^{argument}: expected at least 1, got 0"):
         PromptLookup(**{argument: 0})
+
+
+@pytest.mark.parametrize("n_drafts", [(), (1, 2), (1, -1, 2), (0, 0, 0)])
+def test_one_number_for_each_length(n_drafts) -> None:
+    """An IndexError in the middle of decoding; a drafter that never drafts."""
+    with pytest.raises(ValueError, match=r"^n_drafts: expected one number, or 3 of at least 0"):
+        PromptLookup(3, n_drafts)
