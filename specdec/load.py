@@ -127,6 +127,7 @@ def load(
     if name != "tiny-moe" and not Path(name).is_dir():
         raise ValueError(
             f"name: expected one of {NAMES} or a folder with a target, got {str(name)!r}"
+            + ("; checkpoints.load_gguf reads a GGUF" if str(name).endswith(".gguf") else "")
         )
     target = load_target(folder / "tiny-moe" if name == "tiny-moe" else name, dtype)
     if isinstance(target, QwenMoe):

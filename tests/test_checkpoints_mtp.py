@@ -1,5 +1,6 @@
 """Folders of MTP modules, parallel heads and Medusa heads: written, read again, or refused."""
 
+import dataclasses
 import json
 
 import pytest
@@ -130,3 +131,28 @@ def test_heads_of_another_target_are_refused(tmp_path):
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"do not fit its config: \['heads\.1\.head\.weight'\]"):
         load_medusa(tmp_path, TARGET)
+
+
+def test_modules_of_another_target_are_refused(tmp_path):
+    """Catches modules that load and draft tokens the target does not have."""
+    other = small_target(seed=1, vocab_size=12)
+    config = dataclasses.replace(other.config, num_hidden_layers=1)
+    save_mtp(SequentialModules(config, tap=1).double(), tmp_path)
+    with pytest.raises(
+        ValueError, match=r"is for 12 tokens and width 16; the target has 11 tokens"
+    ):
+        load_drafter(tmp_path, TARGET)
+    assert load_modules(tmp_path, other).config.vocab_size == 12
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path):
+    """Catches a bare OSError, and a folder without its weights."""
+    network = SequentialModules(TARGET.config, tap=1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        ValueError, match=r"folder: expected a folder to write to, .*file is a file"
+    ):
+        save_mtp(network, tmp_path / "file")
+    with pytest.raises(ValueError, match=r"metadata: expected what JSON can hold, got .*Tensor"):
+        save_mtp(network, tmp_path / "new", metadata={"x": torch.ones(1)})
+    assert not (tmp_path / "new").exists()

@@ -277,6 +277,9 @@ def test_round_trip(tmp_path, name):
     spoken = fields["speculators_config"]
     assert spoken["verifier"] == {"name_or_path": "org/name", "architectures": []}
     assert spoken["proposal_methods"][0]["speculative_tokens"] == 2
+    drafter = load_drafter(tmp_path, target)
+    assert isinstance(drafter, Eagle | DFlash)
+    assert drafter.n_drafts == 2
     assert fields["training"] == {"steps": 3}
 
 

@@ -52,7 +52,7 @@ def small(config: type, **changes: Any) -> Any:
 
 
 def llama(**changes: Any) -> PreTrainedModel:
-    return LlamaForCausalLM(small(LlamaConfig, **changes))
+    return LlamaForCausalLM(small(LlamaConfig, **changes)).eval()
 
 
 def with_field(name: str, value: Any) -> PreTrainedModel:
@@ -165,6 +165,10 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         r"model: GPTNeoForCausalLM has local attention",
     ),
+    "a type of layer that has no cache": (
+        lambda: with_field("layer_types", ["unheard of", "full_attention", "full_attention"]),
+        r"model: cannot take over the cache of LlamaForCausalLM, which has 'unheard of'",
+    ),
     "an attention that ignores masks": (
         lambda: with_field("_attn_implementation", "flex_attention"),
         r"attn_implementation: expected one of sdpa, eager, .* got flex_attention; .*set_attn",
@@ -178,6 +182,12 @@ def test_models_it_cannot_serve(kind: str) -> None:
     made, message = MODELS[kind]
     with pytest.raises(ValueError, match=message):
         HFModel(made())
+
+
+def test_a_model_in_training_mode() -> None:
+    """Would catch dropout, with which two plain decodings differ."""
+    with pytest.raises(ValueError, match=r"model: expected GPT2LMHeadModel in evaluation mode"):
+        HFModel(built("gpt2").train())
 
 
 def test_positions_counted_by_the_model_itself() -> None:

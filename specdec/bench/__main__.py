@@ -53,7 +53,8 @@ def main(argv: list[str] | None = None) -> None:
     context = middle_of(job, arguments.tokens)
     bound = Bound(step_bytes(job.target, context), read_bandwidth(device=job.target.device))
     taken = verification_seconds(job.target, BLOCKS, context)
-    costs = calibrate(job.target, job.drafters, job.calibration, progress=True)
+    calibrating = job.calibration[: arguments.calibration]
+    costs = calibrate(job.target, job.drafters, calibrating, progress=True)
     methods, refused = offered(job.methods, next(iter(job.prompts.values()))[0])
     refused = [*job.refused, *refused]
     runs = decode_all(
@@ -92,6 +93,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--turns", type=int, default=1, help="turns of a question (default: 1)")
     add("--tokens", type=int, default=128, help="new tokens a prompt, at most (default: 128)")
     add("--repeats", type=int, default=3, help="repetitions (default: 3)")
+    add("--calibration", type=int, help="prompts to take times on (default: all of the set)")
     add("--threads", type=int, help="torch threads (default: torch's own)")
     add("--drafters", nargs="+", metavar="WORD", help="drafters with this in their name")
     add("--drafter", type=Path, metavar="FOLDER", help="one more drafter, for load_drafter")
@@ -103,7 +105,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write the results as JSON")
     add("--plot", type=Path, metavar="FILE", help="draw the results, .png or .svg")
     arguments = parser.parse_args(argv)
-    least = {"limit": 1, "turns": 1, "tokens": 2, "repeats": 1, "threads": 1, "n_drafts": 1}
+    least = {
+        "limit": 1,
+        "turns": 1,
+        "tokens": 2,
+        "repeats": 1,
+        "threads": 1,
+        "n_drafts": 1,
+        "calibration": 1,
+    }
     for name, low in least.items():
         value = getattr(arguments, name)
         if value is not None and value < low:

@@ -106,7 +106,7 @@ def prepare(wanted: Wanted) -> Job:
     packed = pack(target) if wanted.packed else None
     prompts, left_out = prompts_of(wanted, questions, reader, target)
     calibrating, _ = check_prompts(
-        {"": [read_prompt(q, reader, 1, lambda ids: ids) for q in calibration]},
+        {"": [read_prompt(q, reader, 1, lambda ids: ids, 0) for q in calibration]},
         target.vocab_size,
         target.max_position_embeddings - 64,
     )
@@ -153,11 +153,11 @@ def prompts_of(
         )
         return made.new_tokens[0]
 
+    longest = target.max_position_embeddings - wanted.n_tokens
     prompts = {
-        kind: [read_prompt(question, reader, wanted.n_turns, answer) for question in own]
+        kind: [read_prompt(question, reader, wanted.n_turns, answer, longest) for question in own]
         for kind, own in questions.items()
     }
-    longest = target.max_position_embeddings - wanted.n_tokens
     return check_prompts(prompts, target.vocab_size, longest)
 
 
@@ -179,7 +179,12 @@ def drafters_of(
             raise ValueError(f"drafters: expected part of a name of {list(drafters)}, got {words}")
         drafters = chosen
     if wanted.drafter is not None:
-        drafters[wanted.drafter.name] = load_drafter(wanted.drafter, target)
+        name = wanted.drafter.resolve().name
+        if name in drafters:
+            raise ValueError(
+                f"drafter: {name} is a drafter of the bundle; name the folder otherwise"
+            )
+        drafters[name] = load_drafter(wanted.drafter, target)
     if assistant is not None:
         drafter = DraftModel(assistant)
         drafter.begin(target, 1, 1)  # refuses another vocabulary

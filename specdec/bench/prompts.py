@@ -134,16 +134,24 @@ def choose(
 
 
 def read_prompt(
-    question: Question, reader: Reader, n_turns: int, answer: Callable[[Tensor], Tensor]
+    question: Question,
+    reader: Reader,
+    n_turns: int,
+    answer: Callable[[Tensor], Tensor],
+    longest: int,
 ) -> Prompt:
     """The question up to turn `n_turns` or its last, as ids.
 
-    `answer`: ids [T] of a prompt -> [n], what the target says between two turns.
+    `answer`: ids [T] of a prompt -> [n], what the target says between two turns. The question ends
+    at a turn of more than `longest` ids, which cannot be answered.
     """
     messages: list[Mapping[str, str]] = []
     for i, turn in enumerate(question.turns[:n_turns]):
         if i:
-            said = answer(reader.encode(messages))
+            so_far = reader.encode(messages)
+            if len(so_far) > longest:
+                return Prompt(question.name, so_far)
+            said = answer(so_far)
             kept = said[:-1] if len(said) and int(said[-1]) in reader.stop_tokens else said
             messages.append({"role": "assistant", "content": reader.decode(kept)})
         messages.append({"role": "user", "content": turn})

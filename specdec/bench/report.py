@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 from ..benchmark import PLAIN
@@ -16,7 +16,7 @@ from .runs import SPECDEC, TRANSFORMERS
 NOTE = (
     "tau: tokens per target pass, greedy. tokens/s: without the prefill. speed-up: over plain "
     "decoding by the same engine. predicted: from a calibration on other prompts. vs hf: over the "
-    "same method of transformers."
+    "same method of transformers. -: all tokens came with the prefill."
 )
 
 
@@ -37,11 +37,11 @@ def table(results: Sequence[Result]) -> str:
                 word(r.divergences),
                 word(r.across),
                 f"{r.tau:.2f}",
-                f"{r.tokens_per_second.median:.1f}",
-                f"{r.speedup.median:.2f}x",
+                shown(r.tokens_per_second.median, ".1f"),
+                shown(r.speedup.median, ".2f", "x"),
                 extremes(r.speedup),
                 told,
-                f"{r.over_transformers.median:.2f}x" if r.over_transformers else "",
+                shown(r.over_transformers.median, ".2f", "x") if r.over_transformers else "",
                 extremes(r.over_transformers) if r.over_transformers else "",
             )
         )
@@ -87,10 +87,10 @@ def averages(results: Sequence[Result]) -> str:
     lines = [("engine", "method", "speed-up", "vs hf")]
     for engine, method in names:
         own = [r for r in results if (r.engine, r.method) == (engine, method)]
-        speedup = statistics.fmean(r.speedup.median for r in own)
+        speedup = mean(r.speedup.median for r in own)
         over = [r.over_transformers.median for r in own if r.over_transformers]
-        against = f"{statistics.fmean(over):.2f}x" if over else ""
-        lines.append((engine, method, f"{speedup:.2f}x", against))
+        against = shown(mean(over), ".2f", "x") if over else ""
+        lines.append((engine, method, shown(speedup, ".2f", "x"), against))
     return "\n".join(["mean over the kinds of prompts:", *columns(lines, n_left=2)])
 
 
@@ -142,7 +142,18 @@ def word(found: Sequence[tuple[str, Divergence]]) -> str:
 
 
 def extremes(spread: Spread) -> str:
-    return f"({spread.low:.2f}-{spread.high:.2f})"
+    return f"({shown(spread.low, '.2f')}-{shown(spread.high, '.2f')})"
+
+
+def shown(value: float, digits: str, unit: str = "") -> str:
+    """A number, or a dash where there is none: all tokens came with the prefill."""
+    return "-" if math.isnan(value) else f"{value:{digits}}{unit}"
+
+
+def mean(values: Iterable[float]) -> float:
+    """The mean of those that are numbers; NaN if none is."""
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.fmean(known) if known else math.nan
 
 
 def columns(lines: Sequence[tuple[str, ...]], n_left: int) -> list[str]:

@@ -16,7 +16,8 @@ from .medusa import FILES, is_medusa, load_medusa
 from .mtp import load_heads, load_modules
 from .qwen_mtp import has_qwen_mtp, load_qwen_mtp
 from .sharded import read_fields
-from .speculators import is_speculators, load_speculators
+from .speculators import is_speculators, load_speculators, told_depth
+from .speculators_dflash import n_slots_that_draft
 
 
 def load_drafter(folder: Path | str, target: Model) -> Drafter:
@@ -25,10 +26,12 @@ def load_drafter(folder: Path | str, target: Model) -> Drafter:
     Formats: EAGLE-1, -2 and -3 as SafeAILab publishes them, DFlash and DFlash 2 as z-lab does,
     EAGLE-3, DFlash and DFlash 2 of the `speculators` project, Medusa heads as FasterDecoding does,
     alone or in a whole model, the multi-token prediction modules in a target's folder (Qwen's
-    hybrids, DeepSeek-V3's layout), and this library's own folders of modules and parallel heads. It
-    drafts a chain of four, or of as many as there are heads, modules or slots of a block; for a
-    tree or another depth give what `load_eagle`, `load_dflash`, `load_speculators`, `load_medusa`,
-    `load_modules`, `load_qwen_mtp`, `load_deepseek_mtp` or `load_heads` reads to the method itself.
+    hybrids, DeepSeek-V3's layout), and this library's own folders of modules and parallel heads.
+
+    It drafts a chain: of as many tokens as a `speculators` folder tells, else of four, or of as
+    many as there are heads, modules or slots of a block. For a tree or another depth give what
+    `load_eagle`, `load_dflash`, `load_speculators`, `load_medusa`, `load_modules`, `load_qwen_mtp`,
+    `load_deepseek_mtp` or `load_heads` reads to the method itself.
 
     Raises:
         ValueError: for a folder of no known format, a file that is truncated or damaged, or weights
@@ -37,8 +40,11 @@ def load_drafter(folder: Path | str, target: Model) -> Drafter:
     folder = Path(folder)
     fields = read_fields(folder)
     if is_speculators(fields):
-        network = load_speculators(folder, target)
-        return Eagle(network) if isinstance(network, Eagle3) else DFlash(network)
+        network, depth = load_speculators(folder, target), told_depth(fields)
+        if isinstance(network, Eagle3):
+            return Eagle(network, depth or 4)
+        most = n_slots_that_draft(network)
+        return DFlash(network, min(depth or most, most))
     names = weight_names(folder, FILES)
     if is_medusa(names):
         heads = load_medusa(folder, target)

@@ -57,13 +57,18 @@ def write_folder(
 ) -> None:
     """Write `fields` as config.json and `weights`, floats in `dtype` (None: their own)."""
     folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"folder: expected a folder to write to, {folder} is a file")
+    try:
+        text = json.dumps({**fields, "training": dict(metadata or {})}, indent=2) + "\n"
+    except TypeError as error:
+        raise ValueError(f"metadata: expected what JSON can hold, got {error}") from error
     folder.mkdir(parents=True, exist_ok=True)
     cast = {
         name: tensor.to(dtype if dtype and tensor.is_floating_point() else None).contiguous()
         for name, tensor in weights.items()
     }
-    text = json.dumps({**fields, "training": dict(metadata or {})}, indent=2) + "\n"
-    save_file(cast, folder / "model.safetensors")  # the text is made before any file is written
+    save_file(cast, folder / "model.safetensors")
     (folder / "config.json").write_text(text)
 
 

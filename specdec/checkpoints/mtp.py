@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..drafters.mtp import SequentialModules
 from ..drafters.mtp_heads import ParallelHeads
+from ..models import TransformerConfig
 from ..protocol import Model
 from .folder import config_of, fill, read_folder, write_folder
 
@@ -45,11 +46,11 @@ def load_modules(folder: Path | str, target: Model) -> SequentialModules:
 
     Raises:
         ValueError: for a folder without the two files, of another kind, or with weights that do
-            not fit. Whether they fit the target is checked when a drafter begins.
+            fit neither their config nor the target's vocabulary and width.
     """
     fields, weights = _read(folder, "sequential", ("tap", "own_norm"))
     network = SequentialModules(
-        config_of(fields, folder), tap=fields["tap"], own_norm=fields["own_norm"]
+        _config(fields, folder, target), tap=fields["tap"], own_norm=fields["own_norm"]
     )
     return fill(network.to(device=target.device, dtype=target.dtype), weights, folder)
 
@@ -57,8 +58,20 @@ def load_modules(folder: Path | str, target: Model) -> SequentialModules:
 def load_heads(folder: Path | str, target: Model) -> ParallelHeads:
     """Read parallel heads that `save_mtp` wrote; raises as `load_modules` does."""
     fields, weights = _read(folder, "parallel", ("tap", "n_heads"))
-    network = ParallelHeads(config_of(fields, folder), fields["n_heads"], tap=fields["tap"])
+    config = _config(fields, folder, target)
+    network = ParallelHeads(config, fields["n_heads"], tap=fields["tap"])
     return fill(network.to(device=target.device, dtype=target.dtype), weights, folder)
+
+
+def _config(fields: dict, folder: Path | str, target: Model) -> TransformerConfig:
+    config = config_of(fields, folder)
+    own, other = (config.vocab_size, config.hidden_size), (target.vocab_size, target.hidden_size)
+    if own != other:
+        raise ValueError(
+            f"folder: {folder} is for {own[0]} tokens and width {own[1]}; the target has "
+            f"{other[0]} tokens and width {other[1]}"
+        )
+    return config
 
 
 def _read(folder: Path | str, kind: str, needed: tuple[str, ...]) -> tuple[dict, dict[str, Tensor]]:

@@ -82,9 +82,15 @@ def read_fields(folder: Path) -> dict:
     if not (folder / "config.json").is_file():
         raise ValueError(f"folder: expected config.json in {folder}, found no such file")
     try:
-        return dict(json.loads((folder / "config.json").read_text()))
-    except (TypeError, ValueError) as error:
+        fields = json.loads((folder / "config.json").read_text())
+    except ValueError as error:
         raise ValueError(f"folder: {folder} cannot be read: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(
+            f"folder: expected a JSON object in {folder / 'config.json'}, "
+            f"got a {type(fields).__name__}"
+        )
+    return fields
 
 
 def weight_files(folder: Path) -> list[Path]:

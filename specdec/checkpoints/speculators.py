@@ -111,6 +111,8 @@ def save_speculators(
             EAGLE-1, with FINAL among the taps, DFlash without norms of queries and keys or without
             injected context, sights that differ by more than a common window.
     """
+    if isinstance(architectures, str):
+        raise ValueError(f"architectures: expected a list of names, got {architectures!r}")
     if not isinstance(network, Eagle3 | DFlashNetwork):
         raise ValueError(
             f"network: expected an Eagle3 or a DFlashNetwork, got a {type(network).__name__}"
@@ -170,6 +172,15 @@ def _checked_depth(network: Eagle3 | DFlashNetwork, n_drafts: int | None) -> int
     if n_drafts is not None and not 1 <= n_drafts <= most:
         raise ValueError(f"n_drafts: expected 1..{most}, the slots that draft, got {n_drafts}")
     return n_drafts or most
+
+
+def told_depth(fields: Mapping) -> int | None:
+    """How many tokens a folder's config.json tells a server to draft; None if it does not."""
+    try:
+        n_drafts = fields["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    except (KeyError, IndexError, TypeError):
+        return None
+    return n_drafts if isinstance(n_drafts, int) and n_drafts >= 1 else None
 
 
 def _layer_fields(fields: Mapping, target: Model) -> dict:

@@ -69,6 +69,11 @@ def check_model(model: PreTrainedModel) -> None:
     if not is_hybrid(model.config):
         _check_positions(model)
         check_attention(model.config)
+    if model.training:
+        raise ValueError(
+            f"model: expected {type(model).__name__} in evaluation mode (dropout changes what it "
+            f"says from pass to pass), got training mode; call model.eval()"
+        )
 
 
 def is_hybrid(config: PreTrainedConfig) -> bool:
@@ -173,7 +178,12 @@ def _check_layers(model: PreTrainedModel) -> None:
     )
 
     name, config = type(model).__name__, model.config
-    kinds = {type(layer) for layer in DynamicCache(config=config).layers}
+    try:
+        kinds = {type(layer) for layer in DynamicCache(config=config).layers}
+    except KeyError as error:  # a type of layer that transformers has no cache for
+        raise ValueError(
+            f"model: cannot take over the cache of {name}, which has {error}"
+        ) from error
     recurrent = {kind for kind in kinds if issubclass(kind, LinearAttentionCacheLayerMixin)}
     if (model._is_stateful or recurrent) and not is_hybrid(config):
         raise ValueError(

@@ -113,11 +113,15 @@ def test_later_turns_follow_the_answers():
         return tokenizer.encode(f"yes{len(asked)}.")
 
     question = Question("q", "chat", ("One?", "Two?", "Three?"))
-    prompt = read_prompt(question, reader, 3, answer)
+    prompt = read_prompt(question, reader, 3, answer, 99)
     assert tokenizer.decode(prompt.tokens) == "One?\n\nyes1\n\nTwo?\n\nyes2\n\nThree?"
     assert asked == ["One?", "One?\n\nyes1\n\nTwo?"]
-    assert tokenizer.decode(read_prompt(question, reader, 1, answer).tokens) == "One?"
-    assert len(read_prompt(question, reader, 9, answer).tokens) == len(prompt.tokens)
+    assert tokenizer.decode(read_prompt(question, reader, 1, answer, 99).tokens) == "One?"
+    assert len(read_prompt(question, reader, 9, answer, 99).tokens) == len(prompt.tokens)
+    asked.clear()  # what is too long to be answered is left as it is, for check_prompts to name
+    cut = read_prompt(question, reader, 3, answer, len("One?"))
+    assert tokenizer.decode(cut.tokens) == "One?\n\nyes1\n\nTwo?"
+    assert asked == ["One?"]
 
 
 def test_bytes_are_read_as_they_are():

@@ -61,6 +61,15 @@ def test_slow_downs_are_averaged_with_the_rest():
     assert "1.25x" in averages(rows)
 
 
+def test_what_could_not_be_timed_is_a_dash():
+    """Catches `nan` in a table, and one of them that spoils a mean."""
+    nan = Spread(math.nan, math.nan, math.nan)
+    rows = [result(), replace(result(kind="code", speedup=2.0), tokens_per_second=nan)]
+    rows.append(replace(result(TRANSFORMERS), speedup=nan, over_transformers=nan))
+    assert "nan" not in table(rows) + averages(rows)
+    assert "1.50x" in averages(rows)
+
+
 def test_what_memory_allows():
     """Catches a share of the other engine, or a bound that is a hundred times off."""
     text = reading(BOUND, [result(speed=80.0), result(TRANSFORMERS, speed=50.0)])
