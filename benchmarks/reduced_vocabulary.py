@@ -28,7 +28,6 @@ from specdec.metrics import measure
 from specdec.speedup import acceptance_for_tau, expected_tau, tau_kept
 
 SIZES = (2048, 4096, 8192, 16384, 32768)
-N_DRAFTS = 7
 
 
 def counted(folder: Path) -> Tensor:
@@ -37,9 +36,11 @@ def counted(folder: Path) -> Tensor:
     return torch.cat([load_file(shard)["tokens"] for shard in shards]).long()
 
 
-def head_seconds(networks: list[DFlashNetwork], target, repeats: int = 15) -> list[float]:
+def head_seconds(
+    networks: list[DFlashNetwork], target, n_drafts: int, repeats: int = 15
+) -> list[float]:
     """Median seconds of every network's head over the slots of a block, interleaved."""
-    states = torch.randn(1, N_DRAFTS, target.hidden_size)
+    states = torch.randn(1, n_drafts, target.hidden_size)
     taken: list[list[float]] = [[] for _ in networks]
     for repeat in range(repeats + 2):
         for network, own in zip(networks, taken, strict=True):
@@ -58,9 +59,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--limit", type=int, default=2, help="questions of each kind")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--n-drafts", type=int, default=2)
     parser.add_argument("--kinds", nargs="+", default=["chat", "code", "maths"])
     arguments = parser.parse_args()
     target, tokenizer, _, _ = specdec.load("smollm2")
+    specdec.pack(target)
+    n_drafts: int = arguments.n_drafts
     questions, _ = built_in()
     prompts = [
         tokenizer.chat([{"role": "user", "content": question.turns[0]}])
@@ -78,7 +82,7 @@ def main() -> None:
     runs: dict[int | None, list] = {}
     cases = [(repeat, name) for repeat in range(arguments.repeats) for name in names]
     for _, name in tqdm(cases, desc="decoding", leave=False):
-        drafter = None if name is None else specdec.DFlash(networks[name], N_DRAFTS)
+        drafter = None if name is None else specdec.DFlash(networks[name], n_drafts)
         runs[name] = [
             specdec.generate(
                 target,
@@ -92,11 +96,13 @@ def main() -> None:
         seconds[name].append(sum(run.seconds for run in runs[name]))
     said = torch.cat([run.new_tokens[0] for run in runs[None]])
     plain = [run.sequences[0].tolist() for run in runs[None]]
-    heads = dict(zip(networks, head_seconds(list(networks.values()), target), strict=True))
+    heads = dict(
+        zip(networks, head_seconds(list(networks.values()), target, n_drafts), strict=True)
+    )
     taus = {size: measure([r for run in runs[size] for r in run.rounds]).tau for size in networks}
-    acceptance = acceptance_for_tau(taus[vocabulary], N_DRAFTS)
+    acceptance = acceptance_for_tau(taus[vocabulary], n_drafts)
     print(
-        f"{len(prompts)} questions of {', '.join(arguments.kinds)}, {arguments.tokens} tokens, "
+        f"{len(prompts)} questions of {', '.join(arguments.kinds)}, {arguments.tokens} tokens, {n_drafts} drafts, "
         f"{torch.get_num_threads()} threads, torch {torch.__version__}; "
         f"{len(seen):,} tokens counted\n\n"
         "| K | named | head, MB | head, ms | tau | tau predicted | speed-up | (low-high) "
@@ -106,13 +112,13 @@ def main() -> None:
     for size, network in networks.items():
         ids = network.draft_ids
         named = 1.0 if ids is None else torch.isin(said, ids).double().mean().item()
-        kept = tau_kept(acceptance, N_DRAFTS, 1 - named) if named < 1 else 1.0
+        kept = tau_kept(acceptance, n_drafts, 1 - named) if named < 1 else 1.0
         ratios = [p / s for p, s in zip(seconds[None], seconds[size], strict=True)]
         same = [run.sequences[0].tolist() for run in runs[size]] == plain
         print(
             f"| {size:,} | {named:.1%} | {size * target.hidden_size * 4 / 1e6:.1f} "
             f"| {heads[size] * 1e3:.2f} | {taus[size]:.2f} "
-            f"| {expected_tau(acceptance, N_DRAFTS) * kept:.2f} | {statistics.median(ratios):.2f}x "
+            f"| {expected_tau(acceptance, n_drafts) * kept:.2f} | {statistics.median(ratios):.2f}x "
             f"| ({min(ratios):.2f}-{max(ratios):.2f}) | {'yes' if same else 'no'} |"
         )
 
