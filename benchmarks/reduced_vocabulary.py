@@ -102,8 +102,8 @@ def main() -> None:
     taus = {size: measure([r for run in runs[size] for r in run.rounds]).tau for size in networks}
     acceptance = acceptance_for_tau(taus[vocabulary], n_drafts)
     print(
-        f"{len(prompts)} questions of {', '.join(arguments.kinds)}, {arguments.tokens} tokens, {n_drafts} drafts, "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}; "
+        f"{len(prompts)} questions of {', '.join(arguments.kinds)}, {arguments.tokens} tokens, "
+        f"{n_drafts} drafts, {torch.get_num_threads()} threads, torch {torch.__version__}; "
         f"{len(seen):,} tokens counted\n\n"
         "| K | named | head, MB | head, ms | tau | tau predicted | speed-up | (low-high) "
         "| lossless |\n"
