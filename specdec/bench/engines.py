@@ -31,7 +31,7 @@ from transformers.utils import logging
 
 from ..chat import Messages
 from ..checkpoints import save_qwen_moe
-from ..checkpoints.published import LAYER, below, fields_of, split
+from ..checkpoints.published import decoder_names, fields_of, split
 from ..models import QwenMoe, Transformer
 from .prompts import Reader, joined
 from .runs import Run
@@ -60,15 +60,8 @@ def _dense(model: Transformer) -> PreTrainedModel:
     kind = Qwen3Config if c.qk_norm else LlamaConfig
     told = {"tie_word_embeddings": c.tie_word_embeddings, "bos_token_id": None}
     config = kind.from_dict({**fields_of(c), **told, "eos_token_id": None})
-    names = {
-        "embedding.weight": ("model.embed_tokens.weight",),
-        "norm.weight": ("model.norm.weight",),
-        "head.weight": ("lm_head.weight",),
-    }
-    for i in range(c.num_hidden_layers):
-        names |= below(LAYER, f"blocks.{i}.", f"model.layers.{i}.")
     state = model.state_dict()
-    weights = split(state, {ours: names[ours] for ours in state}, c)
+    weights = split(state, decoder_names(state, c.num_hidden_layers), c)
     with quiet():
         theirs = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
         theirs.load_state_dict(weights, assign=True)

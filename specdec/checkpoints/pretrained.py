@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..models import QwenMoe, Transformer
 from .folder import load_transformer, read_folder
-from .published import LAYER, below, expect, join, shape_of, without_angles
+from .published import decoder_names, expect, join, shape_of, without_angles
 from .qwen import load_qwen
 from .qwen_config import MODEL_TYPES
 from .sharded import read_fields, weight_files
@@ -52,15 +52,8 @@ def load_target(folder: Path | str, dtype: torch.dtype = torch.float32) -> Trans
         weights |= read_folder(folder, (file.name,))[1]
     with torch.device("meta"):  # weights are put in place, none are drawn to be overwritten
         model = Transformer(config)
-    names = {
-        "embedding.weight": ("model.embed_tokens.weight",),
-        "norm.weight": ("model.norm.weight",),
-        "head.weight": ("lm_head.weight",),
-    }
-    for i in range(config.num_hidden_layers):
-        names |= below(LAYER, f"blocks.{i}.", f"model.layers.{i}.")
     shapes = model.state_dict()
-    names = {ours: names[ours] for ours in shapes}
+    names = decoder_names(shapes, config.num_hidden_layers)
     weights = without_angles(weights)
     if config.tie_word_embeddings:
         del names["head.weight"]

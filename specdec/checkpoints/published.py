@@ -6,7 +6,7 @@ their own; here each group is one product. A name of ours stands for one or seve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -34,6 +34,18 @@ LAYER: Names = {
 def below(names: Names, ours: str, theirs: str) -> dict[str, tuple[str, ...]]:
     """`names` with a prefix on either side."""
     return {f"{ours}{k}": tuple(f"{theirs}{name}" for name in v) for k, v in names.items()}
+
+
+def decoder_names(ours: Iterable[str], n_layers: int) -> dict[str, tuple[str, ...]]:
+    """The published names of a whole decoder's weights, for those of `ours`."""
+    names = {
+        "embedding.weight": ("model.embed_tokens.weight",),
+        "norm.weight": ("model.norm.weight",),
+        "head.weight": ("lm_head.weight",),
+    }
+    for i in range(n_layers):
+        names |= below(LAYER, f"blocks.{i}.", f"model.layers.{i}.")
+    return {name: names[name] for name in ours}
 
 
 def join(
