@@ -154,6 +154,7 @@ def smollm2_drafters(target: Transformer, folder: Path) -> dict[str, Drafter]:
     """Those of SmolLM2: on two cores a pass over 3 tokens costs hardly more than a step."""
     eagle3 = load_eagle(folder / "smollm2-eagle3", target)
     block = load_dflash(folder / "smollm2-dflash", target)
+    block.reduce_head(target, eagle3.draft_ids)  # the frequent tokens, counted in the same text
     return {
         "prompt lookup": PromptLookup(max_ngram=4, n_drafts=(2, 2, 7, 15)),
         "eagle-3": Eagle(eagle3, n_drafts=2),
