@@ -33,6 +33,7 @@ from .drafters import (
     MTPModules,
     PromptLookup,
 )
+from .drafters.eagle import Eagle3
 from .drafters.mtp import resized
 from .models import QwenMoe, Transformer
 from .prompts import PROMPTS
@@ -154,6 +155,7 @@ def smollm2_drafters(target: Transformer, folder: Path) -> dict[str, Drafter]:
     """Those of SmolLM2: on two cores a pass over 3 tokens costs hardly more than a step."""
     eagle3 = load_eagle(folder / "smollm2-eagle3", target)
     block = load_dflash(folder / "smollm2-dflash", target)
+    assert isinstance(eagle3, Eagle3)
     block.reduce_head(target, eagle3.draft_ids)  # the frequent tokens, counted in the same text
     return {
         "prompt lookup": PromptLookup(max_ngram=4, n_drafts=(2, 2, 7, 15)),
