@@ -3,7 +3,8 @@
 At every place of what SmolLM2 answers to the built-in questions, the longest suffix that was seen
 before is looked up; counted is how many tokens behind it come true. Then the speed-up of decoding
 the same answers with drafts of several lengths, predicted from the time of a pass over a block
-(`--block-costs`, in steps; measured by `python -m specdec.bench`), without the loop.
+(`--block-costs`, in steps; the default is what `python -m specdec.bench --model smollm2` measured
+on two cores, docs/benchmark.md), without the loop.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from specdec.drafters.prompt_lookup import NgramIndex
 LONGEST = 15
 DEPTHS = (1, 2, 3, 5, 7, 10, 15)
 POLICIES = (7, (0, 7, 7, 7), (2, 2, 2, 2), (2, 2, 7, 7), (2, 2, 7, 15), (2, 2, 15, 15))
-COSTS = "1:1,2:1.08,3:1.15,4:1.33,8:1.49,16:1.77"
+COSTS = "1:1,2:1.16,3:1.24,4:1.43,8:1.59,16:1.85"
 
 
 def accepted(draft: Sequence[int], truth: Sequence[int]) -> int:

@@ -152,7 +152,7 @@ def hybrid_drafters(target: Transformer | QwenMoe, folder: Path) -> dict[str, Dr
 
 
 def smollm2_drafters(target: Transformer, folder: Path) -> dict[str, Drafter]:
-    """Those of SmolLM2: on two cores a pass over 3 tokens costs hardly more than a step."""
+    """Those of SmolLM2: on two cores a pass over 3 tokens costs 1.24 steps, over 4 1.43."""
     eagle3 = load_eagle(folder / "smollm2-eagle3", target)
     block = load_dflash(folder / "smollm2-dflash", target)
     assert isinstance(eagle3, Eagle3)

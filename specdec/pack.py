@@ -32,8 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 MIN_BYTES = 5 << 18
-"""Smaller weights are left alone: they stay in a core's cache. Weights of 1.27 MiB gained (those of
-SmolLM2's attention), of 1.13 MiB lost (the embedded target's MLP)."""
+"""Smaller weights are left alone. At 4 and 8 rows those of 1.13 MiB lose a tenth, those of 1.27 MiB
+neither gain nor lose; above it depends on the shape (docs/pack.md)."""
 
 HINT_ROWS = 16
 """Rows the layout is made for; 2 to 16 came out alike, 1 slower for blocks."""

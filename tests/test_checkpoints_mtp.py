@@ -156,3 +156,11 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path):
     with pytest.raises(ValueError, match=r"metadata: expected what JSON can hold, got .*Tensor"):
         save_mtp(network, tmp_path / "new", metadata={"x": torch.ones(1)})
     assert not (tmp_path / "new").exists()
+
+
+def test_a_config_that_is_no_object(tmp_path):
+    """Catches a list that is read as no fields at all."""
+    save_mtp(SequentialModules(TARGET.config, tap=1), tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"folder: expected a JSON object in .*, got a list"):
+        load_drafter(tmp_path, TARGET)

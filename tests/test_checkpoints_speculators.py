@@ -500,3 +500,11 @@ def test_a_draft_vocabulary_needs_a_head():
     """Catches ids that no head says."""
     with pytest.raises(ValueError, match="own_head=True, got False"):
         HeadedDFlash(CONFIG, (1,), mask_token=0, block_size=4, draft_ids=torch.tensor([1]))
+
+
+def test_one_architecture_is_still_a_list(tmp_path):
+    """Catches a name that is written letter by letter, which vLLM cannot find."""
+    target = target_for(PLAIN)
+    with pytest.raises(ValueError, match=r"architectures: expected a list of names, got 'Llama'"):
+        save_speculators(NETWORKS["full"], tmp_path, target, architectures="Llama")
+    assert not list(tmp_path.iterdir())

@@ -299,7 +299,7 @@ def eagle3_loss(
         p = target.head(hidden[FINAL])  # [B, T, V], logits
         if ids is not None:
             likeliest, p = p.amax(dim=-1), p[..., ids]  # [B, T], [B, T, Vd]
-            known = p.amax(dim=-1) == likeliest  # a CPU's argmax takes ten times as long
+            known = p.amax(dim=-1) == likeliest  # an argmax over all tokens is slow on a CPU
             counts = [here & known[:, s + 1 : -1] for s, here in enumerate(counts)]
             _check_counts(counts)
     features = network.fuse(hidden)[:, :-2]

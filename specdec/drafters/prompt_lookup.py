@@ -35,9 +35,12 @@ class PromptLookup:
     def __post_init__(self) -> None:
         if self.max_ngram < 1:
             raise ValueError(f"max_ngram: expected at least 1, got {self.max_ngram}")
-        if isinstance(self.n_drafts, int):
-            if self.n_drafts < 1:
-                raise ValueError(f"n_drafts: expected at least 1, got {self.n_drafts}")
+        if not isinstance(self.n_drafts, tuple):
+            if not isinstance(self.n_drafts, int) or self.n_drafts < 1:
+                raise ValueError(
+                    f"n_drafts: expected at least 1, got {self.n_drafts!r}; a tuple "
+                    f"for one number a length of match"
+                )
         elif (
             len(self.n_drafts) != self.max_ngram or min(self.n_drafts) < 0 or not any(self.n_drafts)
         ):
@@ -114,8 +117,3 @@ class NgramIndex:
         for i in range(start, start + n):
             copied.append(self.tokens[i] if i < end else copied[i - end])
         return copied
-
-    def lookup(self, n_drafts: int) -> list[int]:
-        """The tokens behind the most recent earlier occurrence of the longest known suffix."""
-        match = self.match()
-        return [] if match is None else self.copy(match[1], n_drafts)

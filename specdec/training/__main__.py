@@ -310,7 +310,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if name == "mtp":
             command.add_argument("--module", required=True, help="folder of the target's module")
             command.add_argument("--modules", type=int, default=3)
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    n_cached = getattr(arguments, "cached_steps", None)
+    if n_cached is not None and (n_cached < 1 or not arguments.features):
+        parser.error(f"--cached-steps: expected at least 1, with --features, got {n_cached}")
+    return arguments
 
 
 def conversation_options(command: argparse.ArgumentParser) -> None:

@@ -192,8 +192,6 @@ def eagle3(target: Target, arguments: argparse.Namespace, text: Text) -> Recipe:
     network = Eagle3(dense_shape(target.config, 1), taps, draft_ids)
     network.reset_parameters(seeded(arguments)).copy_head(target)
     if arguments.start == "scaled":
-        with torch.no_grad():
-            network.norm.weight.copy_(target.norm.gain)
         tokens = text.batch(0, 1, arguments.length, arguments.seed)
         start_scaled(network, target, tokens.to(target.device))
     weights = tuple(0.8**step for step in range(arguments.unroll))

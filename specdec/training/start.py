@@ -13,22 +13,28 @@ import torch
 from torch import Tensor
 
 from ..drafters import Eagle3
-from ..protocol import Model
+from ..models.decoder import Decoder
 
 QUIET = 0.15
 """Of the target's final gain: scores of a few tenths, not of tens."""
 
 
 @torch.no_grad()
-def start_scaled(network: Eagle3, target: Model, tokens: Tensor) -> Eagle3:
+def start_scaled(network: Eagle3, target: Decoder, tokens: Tensor) -> Eagle3:
     """Scale a freshly drawn `network` to the states of `target` on `tokens` [B, N], in place.
 
-    The first token of every row is left out: many targets keep huge states there.
+    Its final norm becomes the target's, turned down. The first token of every row is left out of
+    the sizes: many targets keep huge states there.
+
+    Raises:
+        ValueError: for rows of fewer than 2 tokens; nothing is changed.
     """
+    if tokens.ndim != 2 or tokens.shape[1] < 2:
+        raise ValueError(f"tokens: expected [B, N] with N >= 2, got {list(tokens.shape)}")
     hidden = target(tokens, taps=network.taps, logits=False).hidden
     width = network.config.hidden_size
     for i, tap in enumerate(network.taps):
         size = hidden[tap][:, 1:].square().mean().sqrt()
         network.fc.weight[:, i * width : (i + 1) * width].div_(size)
-    network.norm.weight.mul_(QUIET)
+    network.norm.weight.copy_(QUIET * target.norm.gain)
     return network

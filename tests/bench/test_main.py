@@ -7,6 +7,7 @@ import torch
 
 from specdec.bench.__main__ import main
 from specdec.bench.job import Wanted, of_transformers, prepare
+from specdec.benchmark import calibrate
 from specdec.checkpoints import save_transformer
 from specdec.drafters import DraftModel, PromptLookup
 from specdec.load import Bundle, load
@@ -127,3 +128,27 @@ def test_bad_arguments_are_refused_before_any_work(options, message, capsys, mon
     with pytest.raises(SystemExit) as exited:
         main([*SMALL, *options])
     assert message in f"{exited.value} {capsys.readouterr().err}"
+
+
+def test_prompt_lookup_is_the_bundles_unless_it_is_told(tmp_path, bundle):
+    """A drafter of the benchmark's own where a bundle has tuned one; a folder that replaces one."""
+    wanted = Wanted("tiny", limit=1, kinds=("code",), drafters=("lookup",), packed=False)
+    for n_drafts, expected in ((None, bundle.drafters["prompt lookup"]), (3, PromptLookup(4, 3))):
+        job = prepare(Wanted(**(vars(wanted) | {"n_drafts": n_drafts})))
+        assert job.drafters == {"prompt lookup": expected}
+    (tmp_path / "prompt lookup").mkdir()
+    with pytest.raises(ValueError, match=r"drafter: prompt lookup is a drafter of the bundle"):
+        prepare(Wanted(**(vars(wanted) | {"drafter": tmp_path / "prompt lookup"})))
+
+
+def test_fewer_prompts_to_calibrate_on(monkeypatch, capsys):
+    """`--calibration` that is read and not used."""
+    lengths = []
+
+    def calibrated(target, drafters, prompts, progress):
+        lengths.append(len(prompts))
+        return calibrate(target, drafters, prompts)
+
+    monkeypatch.setattr("specdec.bench.__main__.calibrate", calibrated)
+    main([*SMALL, "--kinds", "code", "--drafters", "lookup", "--calibration", "2"])
+    assert lengths == [2]

@@ -36,6 +36,11 @@ def index_of(max_ngram: int, *pieces: list[int]) -> NgramIndex:
     return index
 
 
+def looked_up(index: NgramIndex, n_drafts: int) -> list[int]:
+    match = index.match()
+    return [] if match is None else index.copy(match[1], n_drafts)
+
+
 @pytest.mark.parametrize(
     ("tokens", "max_ngram", "draft"),
     [
@@ -50,7 +55,7 @@ def index_of(max_ngram: int, *pieces: list[int]) -> NgramIndex:
 )
 def test_lookup_by_hand(tokens, max_ngram, draft) -> None:
     """The first occurrence for the last, the shortest n-gram for the longest, the suffix itself."""
-    assert index_of(max_ngram, tokens).lookup(4) == draft
+    assert looked_up(index_of(max_ngram, tokens), 4) == draft
 
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
@@ -60,7 +65,7 @@ texts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 @given(texts, st.integers(1, 4), st.integers(0, 7))
 def test_lookup_against_a_plain_search(tokens, max_ngram, n_drafts) -> None:
     """An n-gram entered before or without its continuation; a draft that reads beyond the text."""
-    assert index_of(max_ngram, tokens).lookup(n_drafts) == search(tokens, max_ngram, n_drafts)
+    assert looked_up(index_of(max_ngram, tokens), n_drafts) == search(tokens, max_ngram, n_drafts)
 
 
 @settings(max_examples=100, deadline=None)
@@ -72,7 +77,7 @@ def test_growing_equals_starting_afresh(pieces, max_ngram) -> None:
         index.extend(piece)
         whole = [x for part in pieces[: i + 1] for x in part]
         assert index.tokens == whole
-        assert index.lookup(5) == index_of(max_ngram, whole).lookup(5)
+        assert looked_up(index, 5) == looked_up(index_of(max_ngram, whole), 5)
 
 
 @pytest.mark.parametrize(
@@ -214,6 +219,13 @@ def test_counts_below_one(argument) -> None:
     """A drafter that never drafts, without a word."""
     with pytest.raises(ValueError, match=f"^{argument}: expected at least 1, got 0"):
         PromptLookup(**{argument: 0})
+
+
+@pytest.mark.parametrize("n_drafts", [2.5, "7", [2, 2, 7]])
+def test_counts_of_another_kind(n_drafts) -> None:
+    """A TypeError that names nothing."""
+    with pytest.raises(ValueError, match=r"^n_drafts: expected at least 1, got"):
+        PromptLookup(3, n_drafts)
 
 
 @pytest.mark.parametrize("n_drafts", [(), (1, 2), (1, -1, 2), (0, 0, 0)])

@@ -114,10 +114,38 @@ def test_the_frozen_parts_stay_as_they_are(folder):
 def test_text_of_its_own_and_cached_states(folder):
     """Options that fit no recipe: the mask of written text, the taps of a cache."""
     own = ["--written", f"{folder}/written", "--batches", "1", "--features", f"{folder}/features"]
-    own += ["--cached-steps", "1"]
     command = [*options(folder, "medusa"), *own]
     main([*command[:2], f"{folder}/medusa-own", *command[3:]])
     target = load_transformer(folder / "target", torch.float64)
     assert load_drafter(folder / "medusa-own", target)
     assert list((folder / "written").glob("*.safetensors"))
     assert list((folder / "features").glob("*.safetensors"))
+
+
+def test_an_epoch_of_states_is_kept(folder, monkeypatch):
+    """`--cached-steps` that is read and not used, or without a cache to mean anything."""
+    kept = []
+
+    def cached(source, where, n_steps):
+        kept.append(n_steps)
+        return source
+
+    monkeypatch.setattr("specdec.training.__main__.CachedFeatures", cached)
+    command = options(folder, "eagle3")
+    command[command.index(f"{folder}/eagle3")] = f"{folder}/eagle3-kept"
+    main([*command, "--features", f"{folder}/kept", "--cached-steps", "1"])
+    assert kept == [1]
+    for wrong in (["--cached-steps", "1"], ["--features", "x", "--cached-steps", "0"]):
+        with pytest.raises(SystemExit):
+            main([*options(folder, "eagle3"), *wrong])
+
+
+def test_eagle3_starts_as_it_is_told(folder, monkeypatch):
+    """`--start plain` that scales all the same, and a default that does not."""
+    scaled = []
+    monkeypatch.setattr("specdec.training.recipes.start_scaled", lambda *a: scaled.append(a))
+    for i, more in enumerate(([], ["--start", "plain"])):
+        command = options(folder, "eagle3")
+        command[command.index(f"{folder}/eagle3")] = f"{folder}/eagle3-start-{i}"
+        main([*command, *more])
+    assert len(scaled) == 1

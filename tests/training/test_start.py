@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 import torch
 
 from specdec import FINAL
@@ -35,10 +36,18 @@ def test_every_tap_is_fused_at_its_own_size() -> None:
 
 
 def test_first_laws_are_nearly_uniform() -> None:
-    """Catches a final norm that is left as it is."""
-    plain, scaled = fresh((0, 1, 2)).copy_head(TARGET), fresh((0, 1, 2)).copy_head(TARGET)
-    start_scaled(scaled, TARGET, TOKENS)
-    assert torch.equal(scaled.norm.weight, QUIET * plain.norm.weight)
-    assert torch.equal(scaled.head.weight, plain.head.weight)
-    states = torch.randn(1, 8, TARGET.hidden_size, dtype=torch.float64)
-    torch.testing.assert_close(scaled.draft_logits(states), QUIET * plain.draft_logits(states))
+    """Catches a final norm that is left as it is, or not the target's."""
+    target = small_target(22)
+    with torch.no_grad():
+        target.norm.weight.copy_(torch.linspace(1, 3, target.hidden_size))
+    scaled = start_scaled(fresh((0, 1, 2)).copy_head(target), target, TOKENS)
+    states = torch.randn(1, 8, target.hidden_size, dtype=torch.float64)
+    expected = QUIET * target.head(target.norm(states))
+    torch.testing.assert_close(scaled.draft_logits(states), expected)
+
+
+def test_rows_without_a_size() -> None:
+    """Catches a mean over no token, which makes all weights NaN."""
+    network = fresh((0, 1, 2))
+    with pytest.raises(ValueError, match=r"tokens: expected \[B, N\] with N >= 2, got \[2, 1\]"):
+        start_scaled(network, TARGET, TOKENS[:, :1])
