@@ -150,5 +150,5 @@ def test_fewer_prompts_to_calibrate_on(monkeypatch, capsys):
         return calibrate(target, drafters, prompts)
 
     monkeypatch.setattr("specdec.bench.__main__.calibrate", calibrated)
-    main([*SMALL, "--kinds", "code", "--drafters", "lookup", "--calibration", "2"])
-    assert lengths == [2]
+    main([*SMALL, "--kinds", "code", "--drafters", "lookup", "--calibration", "1"])
+    assert lengths == [1]
