@@ -305,7 +305,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             )
             command.add_argument("--vocabulary", type=int, help="tokens to draft; default: all")
             command.add_argument(
-                "--start", choices=["scaled", "plain"], default="scaled", help="of the layer"
+                "--start", choices=["scaled", "plain"], default="plain", help="of the layer"
             )
         if name == "mtp":
             command.add_argument("--module", required=True, help="folder of the target's module")

@@ -1,10 +1,11 @@
-"""Where a layer of EAGLE-3 starts from, so that a short training is not spent on scales.
+"""Where a layer of EAGLE-3 starts from: at the scale of the target's states.
 
 A target's states grow from block to block (in SmolLM2 their entries are about 4 behind block 2 and
 22 behind block 27), while a fresh layer writes entries of about 1: the fused taps drown what it
 says of the token in between. And a fresh layer below the target's head and final norm is sure of
 the wrong tokens. So every tap is fused at its own size, and the final norm is turned down, which
-makes the first laws nearly uniform.
+makes the first laws nearly uniform. It helps for the first dozens of steps and no longer
+(docs/smollm2.md).
 """
 
 from __future__ import annotations

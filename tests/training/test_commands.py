@@ -141,10 +141,10 @@ def test_an_epoch_of_states_is_kept(folder, monkeypatch):
 
 
 def test_eagle3_starts_as_it_is_told(folder, monkeypatch):
-    """`--start plain` that scales all the same, and a default that does not."""
+    """A start that is read and not used, or used unasked."""
     scaled = []
     monkeypatch.setattr("specdec.training.recipes.start_scaled", lambda *a: scaled.append(a))
-    for i, more in enumerate(([], ["--start", "plain"])):
+    for i, more in enumerate(([], ["--start", "scaled"])):
         command = options(folder, "eagle3")
         command[command.index(f"{folder}/eagle3")] = f"{folder}/eagle3-start-{i}"
         main([*command, *more])
